@@ -1,0 +1,7 @@
+"""`python -m kvfold_service` is `kvfold serve`."""
+
+import sys
+
+from kvfold_service.serve import run
+
+sys.exit(run(sys.argv[1:]))

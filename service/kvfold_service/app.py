@@ -1,0 +1,195 @@
+"""HTTP: each call's route, from bytes to the engine and back. Nothing here computes or holds up the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.responses import JSONResponse, PlainTextResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+
+import kvfold_client
+from kvfold_client import wire
+from kvfold_service.auth import Caller, Tokens
+from kvfold_service.engine import Engine
+from kvfold_service.errors import ServiceError
+from kvfold_service.ingest import Body, decode, receive, reply_type_of
+from kvfold_service.memory import Encoded, StepMemory
+from kvfold_service.metrics import Metrics
+from kvfold_service.openapi import CALLS
+from kvfold_service.settings import Settings
+from kvfold_service.staging import Staging
+from kvfold_service.step import expect_fields, expect_version, malformed, parse_step
+
+log = logging.getLogger("kvfold")
+_MAX_HANDLES = 65536
+
+
+class Service:
+    """What the routes share. `not_ready` is the reason why steps are refused, or None."""
+
+    def __init__(self, settings: Settings, engine: Engine, tokens: Tokens) -> None:
+        self.settings, self.engine, self.worker, self.tokens = settings, engine, engine.worker, tokens
+        self.staging = Staging(settings.staging())
+        self.memory = StepMemory(settings.remembered_steps)
+        self.metrics = Metrics(engine)
+        self.not_ready: str | None = "starting"
+
+    def caller(self, request: Request, *roles: str) -> Caller:
+        caller = self.tokens.caller(request.headers.get("authorization"))
+        if roles:
+            caller.expect(*roles)
+        if self.not_ready:
+            raise ServiceError("not_ready", f"the worker is not ready: {self.not_ready}", retry_after=1.0)
+        return caller
+
+    async def message(self, request: Request) -> dict[str, Any]:
+        """Receive and decode a small body; the bytes are given back at once."""
+        body = await receive(request, self.staging, self.settings.max_body_bytes)
+        try:
+            self.metrics.bytes_in.inc(len(body.view))
+            return await decode(body)
+        finally:
+            self.staging.give_back(body.extent)
+
+
+def build(service: Service) -> FastAPI:
+    app = FastAPI(title="kvfold", version=kvfold_client.__version__, description=__doc__, docs_url=None, redoc_url=None)
+    app.state.service = service
+    app.include_router(_routes(service))
+
+    @app.exception_handler(ServiceError)
+    async def refused(request: Request, error: ServiceError) -> Response:
+        service.metrics.rejections.labels(error.code).inc()
+        headers = {"Retry-After": str(max(1, round(error.retry_after)))} if error.retry_after else {}
+        if error.code == "unauthorized":
+            headers["WWW-Authenticate"] = "Bearer"
+        return _reply(request, error.body(), error.status, headers)
+
+    @app.exception_handler(HTTPException)
+    async def no_such_call(request: Request, error: HTTPException) -> Response:
+        body = malformed(f"there is no call {request.method} {request.url.path[:100]}").body()
+        return _reply(request, body, error.status_code, dict(error.headers or {}))
+
+    @app.exception_handler(Exception)
+    async def broken(request: Request, error: Exception) -> Response:
+        log.error("a call failed", exc_info=error)
+        return _reply(request, ServiceError("step_failed", "the worker failed; nothing was changed").body(), 500)
+
+    return app
+
+
+def _reply(
+    request: Request, message: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
+    media_type = reply_type_of(request)
+    return Response(wire.encode(media_type, message), status, headers, media_type)
+
+
+def _routes(service: Service) -> APIRouter:
+    router, worker, engine = APIRouter(), service.worker, service.engine
+
+    def call(method: str, path: str) -> Callable[[Callable[..., Awaitable[Response]]], Any]:
+        return router.api_route(path, methods=[method], **CALLS[method, path])
+
+    @call("POST", "/v1/step")
+    async def step(request: Request) -> Response:
+        began = time.perf_counter_ns()
+        caller = service.caller(request, "step")
+        body = await receive(request, service.staging, service.settings.max_body_bytes)
+        return await _step(service, request, caller, body, began)
+
+    @call("POST", "/v1/pages/read")
+    async def read_pages(request: Request) -> Response:
+        caller = service.caller(request, "pull")
+        handles = _handles(await service.message(request))
+        pages = await engine.call(worker.read_pages, handles, caller.tenant)
+        return _reply(request, pages)
+
+    @call("GET", "/v1/requests/{id}")
+    async def get_request(request: Request, id: str) -> Response:
+        caller = service.caller(request, "step", "pull")
+        return _reply(request, await engine.call(worker.request, id, caller.tenant))
+
+    @call("DELETE", "/v1/requests/{id}")
+    async def release(request: Request, id: str) -> Response:
+        caller = service.caller(request, "step")
+        await engine.call(worker.release, id, caller.tenant)
+        return Response(status_code=204)
+
+    @call("GET", "/v1/manifest")
+    async def manifest(request: Request) -> Response:
+        service.caller(request)
+        return JSONResponse({**worker.manifest.to_json(), "compat": worker.compat})
+
+    @call("GET", "/v1/stats")
+    async def stats(request: Request) -> Response:
+        service.caller(request)
+        return JSONResponse(await engine.call(worker.stats) | service.metrics.phases())
+
+    @call("GET", "/livez")
+    async def livez() -> Response:
+        return JSONResponse({"status": "ok"})
+
+    @call("GET", "/readyz")
+    async def readyz() -> Response:
+        if service.not_ready:
+            return JSONResponse({"status": "not_ready", "reason": service.not_ready}, 503)
+        return JSONResponse({"status": "ok"})
+
+    @call("GET", "/metrics")
+    async def metrics(request: Request) -> Response:
+        service.tokens.caller(request.headers.get("authorization"))
+        return PlainTextResponse(await engine.call(service.metrics.expose), media_type=CONTENT_TYPE_LATEST)
+
+    return router
+
+
+def _handles(body: dict[str, Any]) -> list[str]:
+    expect_fields(body, "the call", {"version", "handles"})
+    expect_version(body)
+    handles = body["handles"]
+    if not isinstance(handles, list) or len(handles) > _MAX_HANDLES or not set(map(type, handles)) <= {str}:
+        raise malformed(f"handles must be a list of at most {_MAX_HANDLES} strings")
+    return handles
+
+
+async def _step(service: Service, request: Request, caller: Caller, body: Body, began: int) -> Response:
+    """Decode, validate, run once, remember. The body's memory is given back when the engine is done with it."""
+    lent = True
+    try:
+        received = time.perf_counter_ns()
+        service.metrics.bytes_in.inc(len(body.view))
+        step = parse_step(await decode(body), service.worker.rules)
+        first = service.memory.begin(caller.tenant, step.step_id, body.fingerprint)
+        if first is not None:
+            return _again(request, await asyncio.shield(first))
+        try:
+            future = service.engine.submit(service.worker.step, step, caller.tenant)
+            lent = False
+            loop = asyncio.get_running_loop()
+            future.add_done_callback(lambda _: loop.call_soon_threadsafe(service.staging.give_back, body.extent))
+            message, waited_us = await asyncio.shield(asyncio.wrap_future(future))
+        except BaseException as error:
+            service.memory.forget(caller.tenant, step.step_id, error)
+            raise
+    finally:
+        if lent:
+            service.staging.give_back(body.extent)
+    message["timings_us"] |= {"recv": (received - began) // 1000, "queue": waited_us}
+    reply = _reply(request, message)
+    service.memory.finish(caller.tenant, step.step_id, Encoded(reply.media_type or wire.MSGPACK, bytes(reply.body)))
+    service.metrics.observe_step(message, len(reply.body))
+    return reply
+
+
+def _again(request: Request, reply: Encoded) -> Response:
+    media_type = reply_type_of(request)
+    if media_type == reply.media_type:
+        return Response(reply.data, media_type=media_type)
+    return _reply(request, wire.decode(reply.media_type, reply.data))

@@ -1,0 +1,202 @@
+"""The memory of a worker: rings, pages and page tables of every compressor, allocated once.
+
+    group        compressors with the same page layout share one pool of pages and one tensor of page bytes
+    ring slot    one number for a request in every compressor: its ring, its column of the ring state and page table
+
+The engine thread alone changes anything here. Entries [0, committed // ratio) of a request are valid; whatever else the
+pages hold is not, and is never shown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvfold_kernels import plan as p
+from kvfold_kernels.compressor import Compressor
+from kvfold_kernels.geometry import PageLayout
+from kvfold_kernels.pages import read_entries
+from kvfold_service.blocks import FREE, PagePool
+from kvfold_service.manifest import CompressorPart, Manifest
+from kvfold_service.weights import Weights
+
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class PageGroup:
+    """One pool: `pages` uint8 `[pool.num_pages, layout.page_bytes]`, zeroed, so that no byte of before can show."""
+
+    index: int
+    label: str
+    layout: PageLayout
+    pool: PagePool
+    pages: torch.Tensor
+
+
+@dataclass(frozen=True)
+class CompressorCache:
+    """What a worker keeps for one compressor.
+
+    rings       bf16 or fp32 `[num_rings, ring_rows, row_width]`
+    state       int64 `[3, num_rings]`, see `plan`
+    drafts      int64 `[num_rings]`, how many of a request's last tokens may still be withdrawn
+    page_table  int32 `[num_rings, max_pages]`, page of a request's page_idx-th page
+    num_pages   int64 `[num_rings]`, how many of them are set
+    """
+
+    index: int
+    part: CompressorPart
+    compressor: Compressor
+    group: PageGroup
+    rings: torch.Tensor
+    state: NDArray[np.int64]
+    drafts: NDArray[np.int64]
+    page_table: NDArray[np.int32]
+    num_pages: NDArray[np.int64]
+
+    @property
+    def name(self) -> str:
+        return self.part.name
+
+    @property
+    def page_entries(self) -> int:
+        return self.group.layout.entries
+
+    def committed(self, slot: int) -> int:
+        return int(self.state[p.COMMITTED, slot])
+
+    def num_entries(self, slot: int) -> int:
+        return self.compressor.geometry.num_entries(self.committed(slot))
+
+    def pages_for(self, num_entries: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Pages that hold this many entries."""
+        return -(-num_entries // self.page_entries)
+
+    def entry_slots(self, slot: int, start: int, stop: int) -> NDArray[np.int64]:
+        """Output slots of a request's entries [start, stop)."""
+        entry = np.arange(start, stop)
+        page = self.page_table[slot, entry // self.page_entries].astype(np.int64)
+        return page * self.page_entries + entry % self.page_entries
+
+    def page_free_rows(self, slot: int, start: int, stop: int) -> torch.Tensor:
+        """uint8 `[stop − start, entry_bytes]` of a request's entries, on the host."""
+        slots = torch.from_numpy(self.entry_slots(slot, start, stop)).to(self.group.pages.device)
+        return read_entries(self.group.pages, slots, self.group.layout).cpu()
+
+
+@dataclass(frozen=True)
+class Caches:
+    num_rings: int
+    groups: tuple[PageGroup, ...]
+    compressors: tuple[CompressorCache, ...]
+    by_name: dict[str, CompressorCache] = field(repr=False)
+
+    @classmethod
+    def allocate(
+        cls, manifest: Manifest, weights: Weights, num_rings: int, pages_per_compressor: int, device: str
+    ) -> Caches:
+        """Rings for num_rings requests; each group's pool has pages_per_compressor pages for each of its members."""
+        rope = torch.from_numpy(manifest.rope.rope().table(manifest.max_position)).to(device)
+        members: dict[PageLayout, list[CompressorPart]] = {}
+        for part in manifest.compressors:
+            members.setdefault(part.layout(), []).append(part)
+        groups = {
+            layout: PageGroup(
+                index,
+                f"{layout.format.name}.{layout.format.head_dim}x{layout.entries}",
+                layout,
+                PagePool(len(parts) * pages_per_compressor),
+                torch.zeros((len(parts) * pages_per_compressor, layout.page_bytes), dtype=torch.uint8, device=device),
+            )
+            for index, (layout, parts) in enumerate(members.items())
+        }
+        caches = tuple(
+            _allocate_one(index, part, manifest, weights, groups[part.layout()], rope, num_rings)
+            for index, part in enumerate(manifest.compressors)
+        )
+        return cls(num_rings, tuple(groups.values()), caches, {cache.name: cache for cache in caches})
+
+    def bytes_by_pool(self) -> dict[str, int]:
+        """Bytes of every page pool, by group label, and of all rings."""
+        pools = {group.label: group.pages.numel() for group in self.groups}
+        return {**pools, "rings": sum(c.rings.numel() * c.rings.element_size() for c in self.compressors)}
+
+    def release_slot(self, slot: int) -> None:
+        """Free a request's pages and forget its rows."""
+        for cache in self.compressors:
+            self.drop_pages(cache, slot, 0)
+            cache.state[:, slot] = 0
+            cache.drafts[slot] = 0
+
+    def drop_pages(self, cache: CompressorCache, slot: int, keep: int) -> None:
+        """Free a request's pages from page_idx `keep` on."""
+        held = int(cache.num_pages[slot])
+        if held > keep:
+            cache.group.pool.release(cache.page_table[slot, keep:held])
+            cache.num_pages[slot] = keep
+
+    def check_integrity(self, live_slots: set[int]) -> None:
+        """Page tables and pools agree, rings hold no more than they may; raises AssertionError."""
+        for group in self.groups:
+            group.pool.check_integrity()
+            held = sum(int(c.num_pages.sum()) for c in self.compressors if c.group is group)
+            assert held == group.pool.num_used, "a used page is in no page table"
+        for cache in self.compressors:
+            geometry, pool = cache.compressor.geometry, cache.group.pool
+            committed, live_start, ring_start = cache.state
+            live = committed - live_start
+            assert bool(((live >= 0) & (live <= geometry.max_live_rows)).all()), "a ring holds too many rows"
+            assert bool(((ring_start >= 0) & (ring_start < geometry.ring_rows)).all())
+            assert bool(
+                (live_start <= np.maximum(0, committed // geometry.ratio - geometry.halves + 1) * geometry.ratio).all()
+            )
+            assert bool((cache.num_pages == cache.pages_for(committed // geometry.ratio)).all()), (
+                "pages not as entries need"
+            )
+            for slot in range(self.num_rings):
+                pages = cache.page_table[slot, : cache.num_pages[slot]]
+                assert slot in live_slots or (not len(pages) and committed[slot] == 0), "a free slot holds something"
+                assert bool((pool.owner_slot[pages] == slot).all())
+                assert bool((pool.owner_compressor[pages] == cache.index).all())
+                assert bool((pool.owner_page_idx[pages] == np.arange(len(pages))).all())
+
+
+def _allocate_one(
+    index: int,
+    part: CompressorPart,
+    manifest: Manifest,
+    weights: Weights,
+    group: PageGroup,
+    rope: torch.Tensor,
+    num_rings: int,
+) -> CompressorCache:
+    geometry = part.geometry(manifest.draft_slack)
+    ape, norm_weight = (tensor.to(rope.device) for tensor in weights[part.name])
+    compressor = Compressor(
+        geometry,
+        group.layout,
+        ape,
+        norm_weight,
+        rope,
+        rms_eps=manifest.rms_eps,
+        fp8_scale=part.fp8_scale,
+        scale_floor=part.scale_floor,
+        indexer_profile=part.indexer_profile,
+    )
+    ring_dtype = torch.bfloat16 if part.input_dtype == "bf16" else torch.float32
+    max_pages = -(-geometry.num_entries(manifest.max_position) // group.layout.entries) or 1
+    return CompressorCache(
+        index=index,
+        part=part,
+        compressor=compressor,
+        group=group,
+        rings=torch.empty((num_rings, geometry.ring_rows, geometry.row_width), dtype=ring_dtype, device=rope.device),
+        state=p.empty_state(num_rings),
+        drafts=np.zeros(num_rings, np.int64),
+        page_table=np.full((num_rings, max_pages), FREE, np.int32),
+        num_pages=np.zeros(num_rings, np.int64),
+    )

@@ -1,0 +1,136 @@
+"""What /openapi.json says of each call: a summary, the encodings, and which codes it may answer."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from fastapi import Response
+
+from kvfold_client import wire
+from kvfold_client.wire import STATUS
+
+_TENSOR = {
+    "type": "object",
+    "properties": {"dtype": {"enum": list(wire.ITEM_BYTES)}, "shape": {"type": "array", "items": {"type": "integer"}}},
+    "required": ["dtype", "shape"],
+    "description": "with `data` (msgpack bin), or in a frame `offset` and `nbytes`",
+}
+_INTEGERS = {"oneOf": [{"type": "array", "items": {"type": "integer"}}, _TENSOR]}
+_VERSION = {"type": "integer", "const": wire.PROTOCOL_VERSION}
+_ERROR = {
+    "type": "object",
+    "properties": {
+        "code": {"enum": list(STATUS)},
+        "message": {"type": "string"},
+        "retryable": {"type": "boolean"},
+        "details": {"type": "object"},
+    },
+    "required": ["code", "message", "retryable", "details"],
+}
+_BINARY = (wire.MSGPACK, wire.FRAME)
+
+
+def _body(properties: dict[str, Any], optional: set[str] | frozenset[str] = frozenset()) -> dict[str, Any]:
+    schema = {
+        "type": "object",
+        "properties": {"version": _VERSION, **properties},
+        "required": ["version", *(name for name in properties if name not in optional)],
+        "additionalProperties": False,
+    }
+    return {"requestBody": {"required": True, "content": {media_type: {"schema": schema} for media_type in _BINARY}}}
+
+
+def _call(
+    summary: str,
+    *codes: str,
+    body: dict[str, Any] | None = None,
+    media_types: tuple[str, ...] = _BINARY,
+    status: int = 200,
+    describe: str = "",
+) -> dict[str, Any]:
+    by_status: dict[int | str, list[str]] = {}
+    for code in codes:
+        by_status.setdefault(STATUS[code], []).append(code)
+    responses: dict[int | str, dict[str, Any]] = {
+        number: {
+            "description": ", ".join(names),
+            "content": {media_type: {"schema": _ERROR} for media_type in _BINARY},
+        }
+        for number, names in by_status.items()
+    }
+    if status == 200:
+        responses[200] = {"description": "done", "content": {media_type: {} for media_type in media_types}}
+    return {
+        "summary": summary,
+        "description": describe,
+        "status_code": status,
+        "response_class": Response,
+        "responses": responses,
+        "openapi_extra": body or {},
+    }
+
+
+_AUTH = ("unauthorized", "forbidden", "not_ready")
+_BODY = ("malformed", "unsupported_version", "unsupported_encoding", "body_too_large", "queue_full")
+_STEP = _body(
+    {
+        "step_id": {"type": "string"},
+        "requests": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {
+                    "id": {"type": "string"},
+                    "start": {"type": "integer"},
+                    "num_tokens": {"type": "integer", "minimum": 0},
+                },
+                "required": ["id", "start", "num_tokens"],
+            },
+        },
+        "query_start_loc": _INTEGERS,
+        "positions": _INTEGERS,
+        "tensors": {
+            "type": "array",
+            "items": {
+                **_TENSOR,
+                "properties": {"compressor": {"type": "string"}, **_TENSOR["properties"]},
+                "required": ["compressor", *_TENSOR["required"]],
+            },
+        },
+        "compat": {"type": "string"},
+        "pages": {"enum": ["new", "all"]},
+        "draft_tokens": {"type": "array", "items": {"type": "integer", "minimum": 0}},
+    },
+    optional={"compat", "pages", "draft_tokens"},
+)
+_HANDLES = _body({"handles": {"type": "array", "items": {"type": "string"}}})
+_STEP_CODES = (
+    "bad_shape",
+    "bad_dtype",
+    "bad_positions",
+    "bad_query_start_loc",
+    "non_finite",
+    "unknown_compressor",
+    "position_conflict",
+    "position_gap",
+    "step_conflict",
+    "compat_mismatch",
+    "step_too_large",
+    "pool_exhausted",
+    "step_failed",
+)
+_JSON = ("application/json",)
+
+CALLS: Final[dict[tuple[str, str], dict[str, Any]]] = {
+    ("POST", "/v1/step"): _call("Run one step; all of it or none.", *_AUTH, *_BODY, *_STEP_CODES, body=_STEP),
+    ("POST", "/v1/pages/read"): _call(
+        "Bytes of pages; all or nothing.", *_AUTH, *_BODY, "unknown_handle", "stale_handle", body=_HANDLES
+    ),
+    ("GET", "/v1/requests/{id}"): _call("A request in all compressors.", *_AUTH, "unknown_request"),
+    ("DELETE", "/v1/requests/{id}"): _call("Release a request; an unknown id is fine.", *_AUTH, status=204),
+    ("GET", "/v1/manifest"): _call("What this worker serves.", *_AUTH, media_types=_JSON),
+    ("GET", "/v1/stats"): _call("Pools, requests, launches, phases.", *_AUTH, media_types=_JSON),
+    ("GET", "/livez"): _call("The process answers.", media_types=_JSON),
+    ("GET", "/readyz"): _call("Steps are accepted; 503 with a reason if not.", "not_ready", media_types=_JSON),
+    ("GET", "/metrics"): _call("Prometheus metrics.", "unauthorized", media_types=("text/plain",)),
+}

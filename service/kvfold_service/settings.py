@@ -1,0 +1,96 @@
+"""Options of `kvfold serve`: made once at the edge from the command line and KVFOLD_*, then frozen. Only this file
+reads the environment; a bad value stops the start with one sentence."""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, ValidationError, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from kvfold_kernels import backends
+from kvfold_service.errors import StartError, first_problem
+
+MIB = 1 << 20
+
+
+class Settings(BaseSettings):
+    """Serve the compressors of one model from this machine."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="KVFOLD_",
+        frozen=True,
+        extra="forbid",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_hide_none_type=True,
+        cli_avoid_json=True,
+        cli_prog_name="kvfold serve",
+    )
+
+    manifest: str = Field(description="a preset (tiny, deepseek-v4-flash, deepseek-v4-pro), a manifest or config.json")
+    weights: str = Field(description="a .safetensors file, a checkpoint folder, or random:SEED")
+    backend: str = Field("auto", description=f"auto, {', '.join(backends.NAMES)}")
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(8787, ge=0, le=65535, description="port to listen on; 0: any free one")
+    max_requests: int = Field(64, ge=1, le=65536, description="requests that may be known at a time")
+    pages: int = Field(1024, ge=1, description="cache pages for each compressor (256 tokens a page by default)")
+    cache_bytes: int | None = Field(None, ge=1, description="bytes for all cache pages together; replaces --pages")
+    max_step_tokens: int = Field(65536, ge=1, description="rows that a step may have")
+    max_body_bytes: int = Field(1024 * MIB, ge=1024, description="bytes that a request body may have")
+    staging_bytes: int | None = Field(
+        None, ge=1024, description="bytes for bodies in flight; default 2 · max-body-bytes"
+    )
+    remembered_steps: int = Field(256, ge=1, description="replies kept for repeated steps, for each tenant")
+    token_file: Path | None = Field(None, description="file of bearer tokens; without it every caller is trusted")
+    handle_key_file: Path | None = Field(None, description="file of a key for page handles (32 bytes or more)")
+    worker_id: str | None = Field(None, description="name of this worker in its handles; default HOST:PORT")
+    insecure: bool = Field(False, description="allow listening beyond loopback without tokens")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level to log")
+
+    @model_validator(mode="after")
+    def _check(self) -> Settings:
+        if self.backend != "auto" and self.backend not in backends.NAMES:
+            raise ValueError(f"--backend must be one of auto, {', '.join(backends.NAMES)}, not {self.backend!r}")
+        if self.staging_bytes is not None and self.staging_bytes < self.max_body_bytes:
+            raise ValueError("--staging-bytes must be at least --max-body-bytes")
+        if self.token_file is None and not self.insecure and not _is_loopback(self.host):
+            raise ValueError(f"--host {self.host} is not loopback; give --token-file, or --insecure if you mean it")
+        return self
+
+    def staging(self) -> int:
+        return self.staging_bytes or 2 * self.max_body_bytes
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def read(argv: list[str]) -> Settings:
+    """Command line over environment over defaults. Raises StartError; SystemExit for --help and unknown options."""
+    try:
+        return Settings(_cli_parse_args=argv)  # type: ignore[call-arg]
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        if problem["type"] == "missing":
+            name = str(problem["loc"][0])
+            raise StartError(f"--{name.replace('_', '-')} is needed (or KVFOLD_{name.upper()})") from None
+        raise StartError(f"option {first_problem(error)}".removeprefix("option --")) from None
+
+
+def handle_key(settings: Settings) -> bytes | None:
+    """The key in --handle-key-file. Raises StartError."""
+    if settings.handle_key_file is None:
+        return None
+    try:
+        key = settings.handle_key_file.read_bytes().strip()
+    except OSError as error:
+        raise StartError(f"--handle-key-file cannot be read: {error.strerror}") from None
+    if len(key) < 32:
+        raise StartError(f"--handle-key-file holds {len(key)} bytes; a key has at least 32")
+    return key[:64]
