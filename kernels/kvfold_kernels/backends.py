@@ -1,4 +1,4 @@
-"""Which kernels can run here. A literal table, in the order `auto` prefers; a backend is imported only when asked for."""
+"""Which kernels can run here: a literal table, in the order `auto` prefers. A backend is imported when asked for."""
 
 from __future__ import annotations
 

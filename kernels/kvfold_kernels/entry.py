@@ -6,8 +6,8 @@ Columns [nope, head_dim): bf16(x), once. The last scale byte is 0.
 
 Indexer fp8: the whole row in bf16, one amax; the scale 2^e is stored as fp32. Profile `sglang`: H·x / √head_dim in fp32
 first (Sylvester's Hadamard matrix), scale amax / 448 as it is, y / scale, no bf16 rounding.
-Indexer MXFP4: bf16 row, per 32 columns amax floored at 6·2^−126, e = ⌈log2(amax / 6)⌉, e2m1(y · 2^−e), two columns a byte,
-the even one low. Profile `sglang`: Hadamard first, no bf16 rounding, y / 2^e.
+Indexer MXFP4: bf16 row, per 32 columns amax floored at 6·2^−126, e = ⌈log2(amax / 6)⌉, e2m1(y · 2^−e), two columns a
+byte, the even one low. Profile `sglang`: Hadamard first, no bf16 rounding, y / 2^e.
 Plain: bf16(x); x in fp32; or e4m3(clamp(bf16(x) · (1 / fp8_scale), ±448)).
 
 All roundings are to nearest, ties to even. Sources: DeepSeek-V4's reference quantiser; vLLM's and SGLang's pages.

@@ -12,6 +12,7 @@ because the sparse-attention readers address them in units of one entry's values
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
@@ -155,7 +156,7 @@ def _packed(head_dim: int) -> EntryFormat:
     return EntryFormat("fp8_ds_mla", head_dim, values, nope // FP8_BLOCK + 1, page_multiple=values, alignment=16)
 
 
-_FORMATS: Final = {
+_FORMATS: Final[dict[str, Callable[[int], EntryFormat]]] = {
     "fp8_ds_mla": _packed,
     "bf16": lambda d: EntryFormat("bf16", d, 2 * d, 0, 1, 16),
     "fp8": lambda d: EntryFormat("fp8", d, d, 0, 1, 16),

@@ -8,7 +8,7 @@ from kvfold_kernels.geometry import PageLayout
 
 
 def _areas(pages: torch.Tensor, layout: PageLayout) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of the value area `[num_pages, entries, value_bytes]` and the scale area `[num_pages, entries, scale_bytes]`."""
+    """Views of the value and scale areas, `[num_pages, entries, value_bytes or scale_bytes]`."""
     fmt, n = layout.format, layout.entries
     values = pages[:, : layout.scale_offset].unflatten(1, (n, fmt.value_bytes))
     scales = pages[:, layout.scale_offset : layout.scale_offset + n * fmt.scale_bytes]
@@ -34,3 +34,9 @@ def read_entries(pages: torch.Tensor, slots: torch.Tensor, layout: PageLayout) -
     value_area, scale_area = _areas(pages, layout)
     page, within = slots // layout.entries, slots % layout.entries
     return torch.cat((value_area[page, within], scale_area[page, within]), 1)
+
+
+def write_rows(pages: torch.Tensor, slots: torch.Tensor, layout: PageLayout, rows: torch.Tensor) -> None:
+    """The inverse of `read_entries`: uint8 `[n, entry_bytes]` to slots `[n]`."""
+    values, scales = rows.split((layout.format.value_bytes, layout.format.scale_bytes), 1)
+    write_entries(pages, slots, layout, values, scales)

@@ -110,7 +110,7 @@ def has_boundary(
 ) -> bool | None:
     """Whether any request of a batch closes a window: any(start % ratio + length ≥ ratio). None if starts are unknown.
 
-    starts `[num_requests]` tokens seen so far; query_start_loc `[num_requests + 1]`. A request of no tokens closes none.
+    starts `[num_requests]`, tokens seen so far; query_start_loc `[num_requests + 1]`. No tokens close no window.
     """
     if starts is None:
         return None
@@ -148,7 +148,7 @@ def make_plan(
     draft_tokens     int64 `[num_requests]`, how many last tokens may be withdrawn later; None: none
     """
     ratio = geometry.ratio
-    old = state.take(slots, axis=1)
+    old = _columns(state, slots)
     start, live, ring = old
     first_row = query_start_loc[:-1]
     lengths = query_start_loc[1:] - first_row
@@ -184,6 +184,11 @@ def make_plan(
     return plan
 
 
+def _columns(array: I64, chosen: I64) -> I64:
+    """array[:, chosen]; `take` is several times as fast as indexing."""
+    return array.take(chosen, axis=1)
+
+
 def _wrap(index: I64, ring_rows: int) -> I64:
     """index mod ring_rows in place, for 0 ≤ index < 2·ring_rows: as unsigned, index − ring_rows is huge if negative."""
     unsigned = index.view(np.uint64)
@@ -207,7 +212,8 @@ def _windows(
     if len(slots) > 1:
         closing = counts.nonzero()[0]
         counts, slots, first_row = counts[closing], slots[closing], first_row[closing]
-        old, entry_start = old.take(closing, axis=1), entries[0, closing]
+        entry_start = entries[0, closing]
+        old = _columns(old, closing)
     else:
         entry_start = entries[0]
     start, live, ring = old

@@ -40,12 +40,13 @@ class Rope:
         one = np.float32(1)
         period = np.power(self.theta, np.arange(0, self.dim, 2, dtype=np.float64) / self.dim).astype(np.float32)
         if self.yarn is None:
-            return one / period
+            return (one / period).astype(np.float32)
         low = max(math.floor(self._turns_to_index(self.yarn.beta_fast)), 0)
         high = min(math.ceil(self._turns_to_index(self.yarn.beta_slow)), self.dim - 1)
         ramp = (np.arange(self.dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(max(high - low, 0.001))
         keep = one - np.clip(ramp, 0, 1)
-        return one / (np.float32(self.yarn.factor) * period) * (one - keep) + one / period * keep
+        stretched = one / (np.float32(self.yarn.factor) * period)
+        return (stretched * (one - keep) + one / period * keep).astype(np.float32)
 
     def _turns_to_index(self, beta: float) -> float:
         """Index of the frequency that makes `beta` turns over the original context."""

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
-from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 import kvfold_client
 from kvfold_client import wire
+from kvfold_service import calls
 from kvfold_service.auth import Caller, Tokens
 from kvfold_service.engine import Engine
 from kvfold_service.errors import ServiceError
@@ -24,10 +26,10 @@ from kvfold_service.metrics import Metrics
 from kvfold_service.openapi import CALLS
 from kvfold_service.settings import Settings
 from kvfold_service.staging import Staging
-from kvfold_service.step import expect_fields, expect_version, malformed, parse_step
+from kvfold_service.step import malformed, parse_step
 
 log = logging.getLogger("kvfold")
-_MAX_HANDLES = 65536
+_SLICE_BYTES = 1 << 20
 
 
 class Service:
@@ -48,18 +50,26 @@ class Service:
             raise ServiceError("not_ready", f"the worker is not ready: {self.not_ready}", retry_after=1.0)
         return caller
 
-    async def message(self, request: Request) -> dict[str, Any]:
-        """Receive and decode a small body; the bytes are given back at once."""
+    @contextlib.asynccontextmanager
+    async def message(self, request: Request) -> AsyncIterator[dict[str, Any]]:
+        """A received and decoded body; what it holds lies in staging until the context ends."""
         body = await receive(request, self.staging, self.settings.max_body_bytes)
         try:
             self.metrics.bytes_in.inc(len(body.view))
-            return await decode(body)
+            yield await decode(body)
         finally:
             self.staging.give_back(body.extent)
 
 
 def build(service: Service) -> FastAPI:
-    app = FastAPI(title="kvfold", version=kvfold_client.__version__, description=__doc__, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="kvfold",
+        version=kvfold_client.__version__,
+        description="State caches and exact compression kernels for DeepSeek-V4 KV caches; see docs/contract.md.",
+        docs_url=None,
+        redoc_url=None,
+        lifespan=_lifespan(service),
+    )
     app.state.service = service
     app.include_router(_routes(service))
 
@@ -84,11 +94,43 @@ def build(service: Service) -> FastAPI:
     return app
 
 
+def _lifespan(service: Service) -> Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]:
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        reaper = asyncio.create_task(_reap_forever(service))
+        yield
+        reaper.cancel()
+
+    return lifespan
+
+
+async def _reap_forever(service: Service) -> None:
+    """Release requests whose lease has ended, once a second."""
+    while True:
+        await asyncio.sleep(1)
+        await service.engine.call(service.worker.reap)
+
+
 def _reply(
     request: Request, message: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None
 ) -> Response:
     media_type = reply_type_of(request)
     return Response(wire.encode(media_type, message), status, headers, media_type)
+
+
+def _stream(request: Request, message: dict[str, Any]) -> Response:
+    """A reply whose tensors are sent from where they lie, a slice at a time."""
+    media_type = reply_type_of(request)
+    parts = wire.encode_parts(media_type, message)
+
+    async def slices() -> AsyncIterator[memoryview]:
+        for part in parts:
+            view = memoryview(part)
+            for start in range(0, len(view), _SLICE_BYTES):
+                yield view[start : start + _SLICE_BYTES]
+
+    length = sum(len(part) for part in parts)
+    return StreamingResponse(slices(), headers={"Content-Length": str(length)}, media_type=media_type)
 
 
 def _routes(service: Service) -> APIRouter:
@@ -107,9 +149,15 @@ def _routes(service: Service) -> APIRouter:
     @call("POST", "/v1/pages/read")
     async def read_pages(request: Request) -> Response:
         caller = service.caller(request, "pull")
-        handles = _handles(await service.message(request))
-        pages = await engine.call(worker.read_pages, handles, caller.tenant)
-        return _reply(request, pages)
+        async with service.message(request) as body:
+            pages = await engine.call(worker.read_pages, calls.parse_handles(body), caller.tenant)
+        return _stream(request, pages)
+
+    @call("POST", "/v1/verify")
+    async def verify(request: Request) -> Response:
+        caller = service.caller(request, "pull")
+        async with service.message(request) as body:
+            return _reply(request, await engine.call(worker.verify, calls.parse_handles(body), caller.tenant))
 
     @call("GET", "/v1/requests/{id}")
     async def get_request(request: Request, id: str) -> Response:
@@ -121,6 +169,32 @@ def _routes(service: Service) -> APIRouter:
         caller = service.caller(request, "step")
         await engine.call(worker.release, id, caller.tenant)
         return Response(status_code=204)
+
+    @call("POST", "/v1/requests/{id}/truncate")
+    async def truncate(request: Request, id: str) -> Response:
+        caller = service.caller(request, "step")
+        async with service.message(request) as body:
+            return _reply(request, await engine.call(worker.truncate, id, calls.parse_truncate(body), caller.tenant))
+
+    @call("POST", "/v1/requests/{id}/lease")
+    async def lease(request: Request, id: str) -> Response:
+        caller = service.caller(request, "step", "pull")
+        async with service.message(request) as body:
+            return _reply(request, await engine.call(worker.lease, id, calls.parse_lease(body), caller.tenant))
+
+    @call("POST", "/v1/requests/{id}/export")
+    async def export(request: Request, id: str) -> Response:
+        caller = service.caller(request, "step", "pull")
+        async with service.message(request) as body:
+            exported = await engine.call(worker.export, id, calls.parse_export(body), caller.tenant)
+        return _stream(request, exported)
+
+    @call("POST", "/v1/import")
+    async def import_(request: Request) -> Response:
+        caller = service.caller(request, "step")
+        async with service.message(request) as body:
+            given = calls.parse_import(body, worker.rules, worker.entry_bytes)
+            return _reply(request, await engine.call(worker.import_, given, caller.tenant))
 
     @call("GET", "/v1/manifest")
     async def manifest(request: Request) -> Response:
@@ -148,15 +222,6 @@ def _routes(service: Service) -> APIRouter:
         return PlainTextResponse(await engine.call(service.metrics.expose), media_type=CONTENT_TYPE_LATEST)
 
     return router
-
-
-def _handles(body: dict[str, Any]) -> list[str]:
-    expect_fields(body, "the call", {"version", "handles"})
-    expect_version(body)
-    handles = body["handles"]
-    if not isinstance(handles, list) or len(handles) > _MAX_HANDLES or not set(map(type, handles)) <= {str}:
-        raise malformed(f"handles must be a list of at most {_MAX_HANDLES} strings")
-    return handles
 
 
 async def _step(service: Service, request: Request, caller: Caller, body: Body, began: int) -> Response:

@@ -129,8 +129,8 @@ class HandleCodec:
             raw = base64.b64decode(handle, altchars=b"-_", validate=True)
         except (binascii.Error, ValueError):
             raise ForgedHandleError from None
-        if len(raw) != self._FIELDS.size + self._MAC_BYTES:
-            raise ForgedHandleError
+        if len(raw) != self._FIELDS.size + self._MAC_BYTES or base64.urlsafe_b64encode(raw).decode() != handle:
+            raise ForgedHandleError  # a page has one handle: no padding behind it, no other alphabet
         fields, mac = raw[: self._FIELDS.size], raw[self._FIELDS.size :]
         if not hmac.compare_digest(mac, self._mac(tenant, fields)):
             raise ForgedHandleError

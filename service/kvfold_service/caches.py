@@ -26,7 +26,7 @@ from kvfold_service.weights import Weights
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PageGroup:
     """One pool: `pages` uint8 `[pool.num_pages, layout.page_bytes]`, zeroed, so that no byte of before can show."""
 
@@ -37,7 +37,7 @@ class PageGroup:
     pages: torch.Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CompressorCache:
     """What a worker keeps for one compressor.
 
@@ -45,7 +45,8 @@ class CompressorCache:
     state       int64 `[3, num_rings]`, see `plan`
     drafts      int64 `[num_rings]`, how many of a request's last tokens may still be withdrawn
     page_table  int32 `[num_rings, max_pages]`, page of a request's page_idx-th page
-    num_pages   int64 `[num_rings]`, how many of them are set
+    num_pages   int64 `[num_rings]`; a request holds its pages [first_page, num_pages)
+    first_page, first_entry   int64 `[num_rings]`, 0 but for a request that was imported without its first entries
     """
 
     index: int
@@ -57,6 +58,8 @@ class CompressorCache:
     drafts: NDArray[np.int64]
     page_table: NDArray[np.int32]
     num_pages: NDArray[np.int64]
+    first_page: NDArray[np.int64]
+    first_entry: NDArray[np.int64]
 
     @property
     def name(self) -> str:
@@ -82,10 +85,56 @@ class CompressorCache:
         page = self.page_table[slot, entry // self.page_entries].astype(np.int64)
         return page * self.page_entries + entry % self.page_entries
 
+    def check_integrity(self, live_slots: set[int]) -> None:
+        """A ring holds what it must and no more than it may, pages are as many as the entries need, and ours."""
+        geometry, pool = self.compressor.geometry, self.group.pool
+        committed, live_start, ring_start = self.state
+        live = committed - live_start
+        needed = np.maximum(0, committed // geometry.ratio - geometry.halves + 1) * geometry.ratio
+        assert bool(((live >= 0) & (live <= geometry.max_live_rows)).all()), "a ring holds too many rows"
+        assert bool((live_start <= needed).all()), "a ring lacks rows of an open window"
+        assert bool(((ring_start >= 0) & (ring_start < geometry.ring_rows)).all())
+        assert bool(((self.drafts >= 0) & (self.drafts <= geometry.draft_slack)).all())
+        assert bool((self.num_pages == self.pages_for(committed // geometry.ratio)).all()), "pages not as entries need"
+        assert bool((self.first_page == self.first_entry // self.page_entries).all())
+        for slot in np.flatnonzero((committed > 0) | (self.num_pages > 0)).tolist():
+            assert slot in live_slots, "a free slot holds something"
+            page_idx = np.arange(self.first_page[slot], self.num_pages[slot])
+            pages = self.page_table[slot, page_idx]
+            assert bool((pool.owner_slot[pages] == slot).all())
+            assert bool((pool.owner_compressor[pages] == self.index).all())
+            assert bool((pool.owner_page_idx[pages] == page_idx).all())
+
+    def drop_pages(self, slot: int, keep: int) -> None:
+        """Free a request's pages from its `keep`-th on."""
+        keep, held = max(keep, int(self.first_page[slot])), int(self.num_pages[slot])
+        if held > keep:
+            self.group.pool.release(self.page_table[slot, keep:held])
+            self.num_pages[slot] = keep
+
     def page_free_rows(self, slot: int, start: int, stop: int) -> torch.Tensor:
         """uint8 `[stop − start, entry_bytes]` of a request's entries, on the host."""
         slots = torch.from_numpy(self.entry_slots(slot, start, stop)).to(self.group.pages.device)
         return read_entries(self.group.pages, slots, self.group.layout).cpu()
+
+
+class Reservation:
+    """Pages that a call has taken and gives back if it fails."""
+
+    def __init__(self) -> None:
+        self._taken: list[tuple[CompressorCache, int, int]] = []
+
+    def take(self, cache: CompressorCache, slot: int, count: int) -> None:
+        """`count` more pages for a request; the caller has checked that they are free."""
+        before = int(cache.num_pages[slot])
+        pages = cache.group.pool.take(slot, cache.index, before, count)
+        cache.page_table[slot, before : before + count] = pages
+        cache.num_pages[slot] = before + count
+        self._taken.append((cache, slot, before))
+
+    def give_back(self) -> None:
+        for cache, slot, before in reversed(self._taken):
+            cache.drop_pages(slot, before)
 
 
 @dataclass(frozen=True)
@@ -128,41 +177,19 @@ class Caches:
     def release_slot(self, slot: int) -> None:
         """Free a request's pages and forget its rows."""
         for cache in self.compressors:
-            self.drop_pages(cache, slot, 0)
+            cache.drop_pages(slot, 0)
             cache.state[:, slot] = 0
-            cache.drafts[slot] = 0
-
-    def drop_pages(self, cache: CompressorCache, slot: int, keep: int) -> None:
-        """Free a request's pages from page_idx `keep` on."""
-        held = int(cache.num_pages[slot])
-        if held > keep:
-            cache.group.pool.release(cache.page_table[slot, keep:held])
-            cache.num_pages[slot] = keep
+            for column in (cache.drafts, cache.num_pages, cache.first_page, cache.first_entry):
+                column[slot] = 0
 
     def check_integrity(self, live_slots: set[int]) -> None:
         """Page tables and pools agree, rings hold no more than they may; raises AssertionError."""
         for group in self.groups:
             group.pool.check_integrity()
-            held = sum(int(c.num_pages.sum()) for c in self.compressors if c.group is group)
+            held = sum(int((c.num_pages - c.first_page).sum()) for c in self.compressors if c.group is group)
             assert held == group.pool.num_used, "a used page is in no page table"
         for cache in self.compressors:
-            geometry, pool = cache.compressor.geometry, cache.group.pool
-            committed, live_start, ring_start = cache.state
-            live = committed - live_start
-            assert bool(((live >= 0) & (live <= geometry.max_live_rows)).all()), "a ring holds too many rows"
-            assert bool(((ring_start >= 0) & (ring_start < geometry.ring_rows)).all())
-            assert bool(
-                (live_start <= np.maximum(0, committed // geometry.ratio - geometry.halves + 1) * geometry.ratio).all()
-            )
-            assert bool((cache.num_pages == cache.pages_for(committed // geometry.ratio)).all()), (
-                "pages not as entries need"
-            )
-            for slot in range(self.num_rings):
-                pages = cache.page_table[slot, : cache.num_pages[slot]]
-                assert slot in live_slots or (not len(pages) and committed[slot] == 0), "a free slot holds something"
-                assert bool((pool.owner_slot[pages] == slot).all())
-                assert bool((pool.owner_compressor[pages] == cache.index).all())
-                assert bool((pool.owner_page_idx[pages] == np.arange(len(pages))).all())
+            cache.check_integrity(live_slots)
 
 
 def _allocate_one(
@@ -199,4 +226,6 @@ def _allocate_one(
         drafts=np.zeros(num_rings, np.int64),
         page_table=np.full((num_rings, max_pages), FREE, np.int32),
         num_pages=np.zeros(num_rings, np.int64),
+        first_page=np.zeros(num_rings, np.int64),
+        first_entry=np.zeros(num_rings, np.int64),
     )

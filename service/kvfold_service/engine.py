@@ -43,8 +43,13 @@ class Engine:
         self.depth -= 1
 
     async def call(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """`submit`, and wait for the result."""
-        result, _ = await asyncio.wrap_future(self.submit(call, *args, **kwargs))
+        """`submit`, and wait for the result; also when cancelled, since the call may still read its arguments."""
+        future = asyncio.wrap_future(self.submit(call, *args, **kwargs))
+        try:
+            result, _ = await asyncio.shield(future)
+        except asyncio.CancelledError:
+            await asyncio.wait([future])
+            raise
         return result
 
     def stop(self) -> None:

@@ -104,6 +104,43 @@ _STEP = _body(
     optional={"compat", "pages", "draft_tokens"},
 )
 _HANDLES = _body({"handles": {"type": "array", "items": {"type": "string"}}})
+_EXPORT = _body(
+    {
+        "compressors": {"type": "array", "items": {"type": "string"}},
+        "entries": {"type": "boolean", "default": True},
+        "from_entry": {"type": "integer", "minimum": 0},
+    },
+    optional={"compressors", "entries", "from_entry"},
+)
+_IMPORT = _body(
+    {
+        "id": {"type": "string"},
+        "compat": {"type": "string"},
+        "compressors": {
+            "type": "object",
+            "additionalProperties": {
+                "type": "object",
+                "properties": {
+                    "committed": {"type": "integer", "minimum": 0},
+                    "entries": _TENSOR,
+                    "open_rows": _TENSOR,
+                    "open_positions": _INTEGERS,
+                },
+                "required": ["committed", "open_rows", "open_positions"],
+            },
+        },
+    }
+)
+_IMPORT_CODES = (
+    "bad_shape",
+    "bad_dtype",
+    "bad_positions",
+    "non_finite",
+    "unknown_compressor",
+    "request_exists",
+    "compat_mismatch",
+    "pool_exhausted",
+)
 _STEP_CODES = (
     "bad_shape",
     "bad_dtype",
@@ -126,6 +163,24 @@ CALLS: Final[dict[tuple[str, str], dict[str, Any]]] = {
     ("POST", "/v1/pages/read"): _call(
         "Bytes of pages; all or nothing.", *_AUTH, *_BODY, "unknown_handle", "stale_handle", body=_HANDLES
     ),
+    ("POST", "/v1/verify"): _call(
+        "Digests of pages; all or nothing.", *_AUTH, *_BODY, "unknown_handle", "stale_handle", body=_HANDLES
+    ),
+    ("POST", "/v1/requests/{id}/truncate"): _call(
+        "Withdraw draft tokens.",
+        *_AUTH,
+        *_BODY,
+        "unknown_request",
+        "truncate_too_far",
+        body=_body({"length": {"type": "integer", "minimum": 0}}),
+    ),
+    ("POST", "/v1/requests/{id}/lease"): _call(
+        "Renew a lease.", *_AUTH, *_BODY, "unknown_request", body=_body({"seconds": {"type": "number"}})
+    ),
+    ("POST", "/v1/requests/{id}/export"): _call(
+        "Entries and open rows of a request.", *_AUTH, *_BODY, "unknown_request", "unknown_compressor", body=_EXPORT
+    ),
+    ("POST", "/v1/import"): _call("Go on with an exported request.", *_AUTH, *_BODY, *_IMPORT_CODES, body=_IMPORT),
     ("GET", "/v1/requests/{id}"): _call("A request in all compressors.", *_AUTH, "unknown_request"),
     ("DELETE", "/v1/requests/{id}"): _call("Release a request; an unknown id is fine.", *_AUTH, status=204),
     ("GET", "/v1/manifest"): _call("What this worker serves.", *_AUTH, media_types=_JSON),

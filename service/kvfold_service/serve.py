@@ -74,6 +74,7 @@ def _service(settings: options.Settings, listener: socket.socket) -> Service:
         max_requests=settings.max_requests,
         pages=pages,
         max_step_tokens=settings.max_step_tokens,
+        lease_seconds=settings.lease_seconds,
         handle_key=options.handle_key(settings),
         worker_id=settings.worker_id or "{}:{}".format(*listener.getsockname()[:2]),
     )
@@ -88,7 +89,7 @@ class _Server(uvicorn.Server):
     def __init__(self, service: Service, listener: socket.socket) -> None:
         super().__init__(
             uvicorn.Config(
-                build(service), http="httptools", loop="uvloop", log_level="warning", access_log=False, lifespan="off"
+                build(service), http="httptools", loop="uvloop", log_level="warning", access_log=False, lifespan="on"
             )
         )
         self._service, self._listener = service, listener

@@ -43,6 +43,7 @@ class Settings(BaseSettings):
     staging_bytes: int | None = Field(
         None, ge=1024, description="bytes for bodies in flight; default 2 · max-body-bytes"
     )
+    lease_seconds: float = Field(30.0, gt=0, le=86400, description="seconds that a request lives after its last use")
     remembered_steps: int = Field(256, ge=1, description="replies kept for repeated steps, for each tenant")
     token_file: Path | None = Field(None, description="file of bearer tokens; without it every caller is trusted")
     handle_key_file: Path | None = Field(None, description="file of a key for page handles (32 bytes or more)")

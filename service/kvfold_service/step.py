@@ -125,20 +125,23 @@ def parse_step(body: Mapping[str, Any], rules: StepRules) -> Step:
         raise compat_mismatch(rules.compat)
     for name in tensor_maps:
         if name not in rules.parts:
-            raise ServiceError("unknown_compressor", f"this worker serves no compressor {name}", compressor=name)
-    positions = _as_array(positions, "positions", "bad_positions")
-    query_start_loc = _as_array(query_start_loc, "query_start_loc", "bad_query_start_loc")
-    if len(positions) > rules.max_step_tokens:
+            shown = name[:128]
+            raise ServiceError("unknown_compressor", f"this worker serves no compressor {shown}", compressor=shown)
+    positions, query_start_loc = _vector(positions, "positions"), _vector(query_start_loc, "query_start_loc")
+    num_rows = len(positions)
+    if num_rows > rules.max_step_tokens:
         raise ServiceError(
             "step_too_large",
-            f"the step has {len(positions)} rows; this worker takes {rules.max_step_tokens}",
-            rows=len(positions),
+            f"the step has {num_rows} rows; this worker takes {rules.max_step_tokens}",
+            rows=num_rows,
             limit=rules.max_step_tokens,
         )
-    tensors = {name: _tensor(name, value, len(positions), rules) for name, value in tensor_maps.items()}
-    starts = _check_query_start_loc(query_start_loc, requests, len(positions))
-    _check_positions(positions, query_start_loc, starts, requests, rules.max_position)
-    return Step(step_id, requests, query_start_loc, len(positions), tensors, drafts, pages == "all")
+    tensors = {name: input_tensor(name, value, num_rows, rules) for name, value in tensor_maps.items()}
+    loc = _as_int64(query_start_loc, "query_start_loc", "bad_query_start_loc")
+    starts = _check_query_start_loc(loc, requests, num_rows)
+    _check_ranges(requests, rules.max_position)
+    _check_positions(_as_int64(positions[: loc[-1]], "positions", "bad_positions"), loc, starts, requests)
+    return Step(step_id, requests, loc, num_rows, tensors, drafts, pages == "all")
 
 
 def compat_mismatch(ours: str) -> ServiceError:
@@ -188,27 +191,48 @@ def _tensor_maps(value: object) -> dict[str, dict[str, Any]]:
             raise malformed("a tensor's compressor must be a string")
         if name in tensors:
             raise malformed(f"the step has two tensors for compressor {name[:128]}")
+        _expect_tensor(item, f"the tensor of {name[:128]}")
         tensors[name] = item
     return tensors
 
 
-def _integers(value: object, what: str) -> wire.Tensor | list[int] | dict[str, Any]:
-    """A plain list of integers, or a map that may be a tensor; anything else is malformed."""
+def _expect_tensor(value: dict[str, Any], what: str) -> None:
+    """Raises malformed for what is no tensor at all; that its dtype or shape is wrong is said in its turn."""
+    try:
+        wire.tensor_of(value, what)
+    except wire.WireError as error:
+        if error.code == "malformed":
+            raise ServiceError.of_wire(error) from None
+
+
+def _integers(value: object, what: str) -> list[int] | dict[str, Any]:
+    """A plain list of integers, or a tensor; anything else is malformed."""
     if isinstance(value, dict):
         expect_fields(value, what, {"dtype", "shape", "data"})
+        _expect_tensor(value, what)
         return value
     if not isinstance(value, list) or not set(map(type, value)) <= {int}:
         raise malformed(f"{what} must be a list of whole numbers, or an int32 or int64 tensor")
     return value
 
 
-def _as_array(value: Any, what: str, out_of_range: str) -> I64:
+def integers(value: object, what: str, out_of_range: str) -> I64:
+    """A plain list or an int32 or int64 tensor `[n]` → int64. Raises malformed, bad_dtype, bad_shape, out_of_range."""
+    return _as_int64(_vector(_integers(value, what), what), what, out_of_range)
+
+
+def _as_int64(values: list[int] | I64, what: str, out_of_range: str) -> I64:
+    try:
+        return np.array(values, np.int64)
+    except OverflowError:
+        raise ServiceError(out_of_range, f"{what} has a number past {_LARGEST}") from None
+
+
+def _vector(value: list[int] | dict[str, Any], what: str) -> list[int] | I64:
+    """A list's numbers, of any size, or a tensor's. Raises bad_dtype, bad_shape."""
     if isinstance(value, list):
-        try:
-            return np.array(value, np.int64)
-        except OverflowError:
-            raise ServiceError(out_of_range, f"{what} has a number past {_LARGEST}") from None
-    tensor = _wire_tensor(value, what)
+        return value
+    tensor = wire_tensor(value, what)
     if tensor.dtype not in _INT_DTYPES:
         raise ServiceError("bad_dtype", f"{what} must be int32 or int64, not {tensor.dtype}")
     if len(tensor.shape) != 1:
@@ -216,15 +240,15 @@ def _as_array(value: Any, what: str, out_of_range: str) -> I64:
     return np.frombuffer(tensor.data, _INT_DTYPES[tensor.dtype]).astype(np.int64)
 
 
-def _wire_tensor(value: dict[str, Any], what: str) -> wire.Tensor:
+def wire_tensor(value: object, what: str) -> wire.Tensor:
     try:
         return wire.tensor_of(value, what)
     except wire.WireError as error:
         raise ServiceError.of_wire(error) from None
 
 
-def _tensor(name: str, value: dict[str, Any], num_rows: int, rules: StepRules) -> wire.Tensor:
-    tensor = _wire_tensor(value, f"the tensor of {name}")
+def input_tensor(name: str, value: object, num_rows: int, rules: StepRules) -> wire.Tensor:
+    tensor = wire_tensor(value, f"the tensor of {name}")
     allowed = _INPUT_DTYPES[rules.parts[name].input_dtype]
     if tensor.dtype not in allowed:
         raise ServiceError(
@@ -256,9 +280,7 @@ def _check_query_start_loc(loc: I64, requests: tuple[StepRequest, ...], num_rows
     return [request.start for request in requests]
 
 
-def _check_positions(
-    positions: I64, loc: I64, starts: list[int], requests: tuple[StepRequest, ...], max_position: int
-) -> None:
+def _check_ranges(requests: tuple[StepRequest, ...], max_position: int) -> None:
     for request in requests:
         if not 0 <= request.start <= request.start + request.num_tokens <= max_position:
             raise ServiceError(
@@ -267,9 +289,13 @@ def _check_positions(
                 f"{request.start + request.num_tokens - 1}; this worker takes 0 to {max_position - 1}",
                 request=request.id,
             )
+
+
+def _check_positions(positions: I64, loc: I64, starts: list[int], requests: tuple[StepRequest, ...]) -> None:
+    """positions int64 `[loc[-1]]`: padding is not looked at."""
     lengths = np.diff(loc)
     expected = np.arange(loc[-1]) + np.repeat(np.array(starts, np.int64) - loc[:-1], lengths)
-    wrong = np.flatnonzero(positions[: loc[-1]] != expected)
+    wrong = np.flatnonzero(positions != expected)
     if wrong.size:
         row = int(wrong[0])
         request = requests[int(np.searchsorted(loc, row, "right")) - 1]

@@ -1,0 +1,121 @@
+"""Decoded bodies of the smaller calls → validated arguments; `step` has its own module."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from kvfold_client import wire
+from kvfold_service.errors import ServiceError
+from kvfold_service.step import (
+    StepRules,
+    compat_mismatch,
+    expect_fields,
+    expect_id,
+    expect_int,
+    expect_version,
+    input_tensor,
+    integers,
+    malformed,
+    wire_tensor,
+)
+from kvfold_service.transfer import ExportCall, ImportCall, ImportPart
+
+_MAX_HANDLES: Final = 65536
+MAX_LEASE_SECONDS: Final = 86400
+
+
+def parse_handles(body: Mapping[str, Any]) -> list[str]:
+    expect_fields(body, "the call", {"version", "handles"})
+    handles = body["handles"]
+    if not isinstance(handles, list) or len(handles) > _MAX_HANDLES or not set(map(type, handles)) <= {str}:
+        raise malformed(f"handles must be a list of at most {_MAX_HANDLES} strings")
+    expect_version(body)
+    return handles
+
+
+def parse_truncate(body: Mapping[str, Any]) -> int:
+    expect_fields(body, "the call", {"version", "length"})
+    length = expect_int(body["length"], "length", 0)
+    expect_version(body)
+    return length
+
+
+def parse_lease(body: Mapping[str, Any]) -> float:
+    expect_fields(body, "the call", {"version", "seconds"})
+    seconds = body["seconds"]
+    if type(seconds) not in (int, float) or not 0 < seconds <= MAX_LEASE_SECONDS or math.isnan(seconds):
+        raise malformed(f"seconds must be a number above 0 and at most {MAX_LEASE_SECONDS}")
+    expect_version(body)
+    return seconds
+
+
+def parse_export(body: Mapping[str, Any]) -> ExportCall:
+    expect_fields(body, "the call", {"version"}, {"compressors", "entries", "from_entry"})
+    names, entries = body.get("compressors"), body.get("entries", True)
+    if names is not None and (
+        not isinstance(names, list) or not set(map(type, names)) <= {str} or len(set(names)) != len(names)
+    ):
+        raise malformed("compressors must be a list of different names")
+    if type(entries) is not bool:
+        raise malformed("entries must be true or false")
+    from_entry = expect_int(body.get("from_entry", 0), "from_entry", 0)
+    expect_version(body)
+    return ExportCall(None if names is None else tuple(names), entries, from_entry)
+
+
+def parse_import(body: Mapping[str, Any], rules: StepRules, entry_bytes: Mapping[str, int]) -> ImportCall:
+    """In the order of a step's checks: malformed, version, compat, names, shapes and dtypes, positions."""
+    expect_fields(body, "the call", {"version", "id", "compat", "compressors"})
+    request_id = expect_id(body["id"], "id")
+    if not isinstance(body["compat"], str):
+        raise malformed("compat must be a string")
+    parts = body["compressors"]
+    if not isinstance(parts, dict) or not parts:
+        raise malformed("compressors must be a map of at least one compressor")
+    for name, part in parts.items():
+        if not isinstance(part, dict):
+            raise malformed("a compressor must be a map of committed, open_rows, open_positions and entries")
+        expect_fields(part, "a compressor", {"committed", "open_rows", "open_positions"}, {"entries"})
+        expect_int(part["committed"], f"committed of {name[:128]}", 0)
+    expect_version(body)
+    if body["compat"] != rules.compat:
+        raise compat_mismatch(rules.compat)
+    for name in parts:
+        if name not in rules.parts:
+            raise ServiceError("unknown_compressor", f"this worker serves no compressor {name[:128]}")
+    return ImportCall(
+        request_id, body["compat"], {name: _import_part(name, part, rules, entry_bytes) for name, part in parts.items()}
+    )
+
+
+def _import_part(name: str, part: Mapping[str, Any], rules: StepRules, entry_bytes: Mapping[str, int]) -> ImportPart:
+    committed = part["committed"]
+    if committed > rules.max_position:
+        raise ServiceError("bad_positions", f"{name} has {committed} tokens; this worker takes {rules.max_position}")
+    geometry = rules.parts[name].geometry(rules.draft_slack)
+    first = geometry.live_start(committed)
+    rows = input_tensor(name, part["open_rows"], committed - first, rules)
+    entries = None
+    if part.get("entries") is not None:
+        entries = _entries(name, part["entries"], geometry.num_entries(committed), entry_bytes[name])
+    positions = integers(part["open_positions"], "open_positions", "bad_positions")
+    if not np.array_equal(positions, np.arange(first, committed)):
+        raise ServiceError("bad_positions", f"open_positions of {name} must be {first} to {committed - 1}")
+    return ImportPart(committed, entries, rows, positions)
+
+
+def _entries(name: str, value: object, most: int, entry_bytes: int) -> wire.Tensor:
+    tensor = wire_tensor(value, f"the entries of {name}")
+    if tensor.dtype != "uint8":
+        raise ServiceError("bad_dtype", f"the entries of {name} must be uint8, not {tensor.dtype}", compressor=name)
+    if len(tensor.shape) != 2 or tensor.shape[1] != entry_bytes or tensor.shape[0] > most:
+        raise ServiceError(
+            "bad_shape",
+            f"the entries of {name} must have shape [n, {entry_bytes}] with n of at most {most}",
+            compressor=name,
+        )
+    return tensor
