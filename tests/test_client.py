@@ -14,7 +14,7 @@ import httpx
 import ml_dtypes
 import numpy as np
 import pytest
-from kvfold_client import calls, client, entries, errors, exchange, wire
+from kvfold_client import calls, client, codes, entries, errors, exchange, wire
 from kvfold_client.replies import CompressorState, Exported, ExportedCompressor
 
 ENCODINGS = pytest.mark.parametrize("encoding", ["frame", "msgpack"])
@@ -48,9 +48,9 @@ def reply(message, status=200, encoding=wire.FRAME, **headers):
 
 
 def refuse(code, retryable=None, details=None, **headers):
-    retryable = code in errors.RETRYABLE if retryable is None else retryable
+    retryable = code in codes.RETRYABLE if retryable is None else retryable
     fields = {"code": code, "message": "no", "retryable": retryable, "details": details or {}}
-    return reply(fields, errors.STATUS[code], **headers)
+    return reply(fields, codes.STATUS[code], **headers)
 
 
 def step_answer(request):
@@ -298,7 +298,7 @@ def test_probes(connect, worker):
     assert not worker.waits
 
 
-@pytest.mark.parametrize("code", sorted(errors.STATUS))
+@pytest.mark.parametrize("code", sorted(codes.STATUS))
 def test_codes(connect, worker, code):
     worker.answers = [refuse(code, details={"expected": 3})]
     with pytest.raises(errors.error_for(code)) as caught:
@@ -306,7 +306,7 @@ def test_codes(connect, worker, code):
     error = caught.value
     assert type(error).__name__.lower() == code.replace("_", "")
     assert (error.code, error.message, error.details) == (code, "no", {"expected": 3})
-    assert (error.status, error.retryable) == (errors.STATUS[code], code in errors.RETRYABLE)
+    assert (error.status, error.retryable) == (codes.STATUS[code], code in codes.RETRYABLE)
     copied = pickle.loads(pickle.dumps(error))
     assert (type(copied), vars(copied), str(copied)) == (type(error), vars(error), str(error))
 
@@ -314,10 +314,10 @@ def test_codes(connect, worker, code):
 def test_error_tree_is_the_docstrings():
     drawn = errors.__doc__
     classes = [value for value in vars(errors).values() if inspect.isclass(value) and issubclass(value, Exception)]
-    assert len(classes) > len(errors.STATUS)
+    assert len(classes) > len(codes.STATUS)
     assert all(cls.__name__ in drawn for cls in classes)
     assert all(issubclass(cls, errors.KvfoldError) for cls in classes)
-    assert errors.RETRYABLE.issubset(errors.STATUS)
+    assert codes.RETRYABLE.issubset(codes.STATUS)
 
 
 def test_unknown_code(connect, worker):

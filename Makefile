@@ -1,0 +1,39 @@
+# The same commands for people and for CI. Everything a target needs is set up by the target.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+SOURCES := clients service kernels tests
+
+.PHONY: setup demo test test-long check format bench clean
+
+setup: $(VENV)/.ready
+
+# constraints.txt pins what CI runs; torch is the CPU build that satisfies it.
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0 --editable '.[dev]'
+	touch $@
+
+demo: setup  ## a worker process serves the compressors of a small DeepSeek-V4 model
+	$(BIN)/kvfold demo
+
+test: setup  ## all tests that fit into a quarter of an hour
+	$(BIN)/python -m pytest -m 'not long'
+
+test-long: setup  ## fuzzing and stateful tests at length
+	$(BIN)/python -m pytest -m long
+
+check: setup  ## lint, format, types
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: setup
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+bench: setup  ## plan, kernels, ingest and step latency on this machine
+	$(BIN)/python -m tests.bench --out bench.json
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
