@@ -48,7 +48,7 @@ def write_frame(message: Mapping[str, Any]) -> list[bytes | memoryview]:
     rarely three times, since a length never shrinks as the offsets grow.
     """
     start, layout, header = 0, _Layout(0), b""
-    while not header or start != layout.start:
+    while not header or (start != layout.start and layout.buffers):
         layout = _Layout(start)
         header = pack(lifted(message, layout.place))
         start = _aligned(_PREFIX.size + len(header))

@@ -17,6 +17,7 @@ Buffer = bytes | bytearray | memoryview  # C-contiguous
 
 _SHORT_ARRAY = 1024
 _CONTAINERS = {dict, list}
+_TREES = {dict, list, tuple}
 _msgpack = cast("Any", msgpack)  # ships no type stubs
 
 
@@ -120,17 +121,18 @@ def _settle_tensor(tensor: dict[str, Any], take: Callable[[object, object], memo
 
 
 def lifted(node: Any, place: Callable[[memoryview], dict[str, Any]]) -> Any:
-    """The tree, every tensor's `data` replaced by what `place` makes of it; what holds no tensor is not copied."""
-    if isinstance(node, Mapping):
-        tree = cast("Mapping[str, Any]", node)
-        if "dtype" in tree and "shape" in tree and "data" in tree:
-            rest = {key: lifted(value, place) for key, value in tree.items() if key != "data"}
-            return rest | place(byte_view(tree["data"]))
-        return {key: lifted(value, place) for key, value in tree.items()}
-    if isinstance(node, (list, tuple)):
+    """The tree, every tensor's `data` replaced by what `place` makes of it; what holds no tensor is the same object."""
+    if isinstance(node, dict):
+        tree = cast("dict[str, Any]", node)
+        children = {key: lifted(child, place) for key, child in tree.items() if type(child) in _TREES}
+        if "data" in tree and "dtype" in tree and "shape" in tree:
+            rest = {key: value for key, value in tree.items() if key != "data"}
+            return rest | children | place(byte_view(tree["data"]))
+        if any(child is not tree[key] for key, child in children.items()):
+            return tree | children
+    elif isinstance(node, (list, tuple)):
         items = cast("list[Any]", node)
-        kinds = set(map(type, items))
-        if any(issubclass(kind, (Mapping, list, tuple)) for kind in kinds):
+        if not _TREES.isdisjoint(set(map(type, items))):
             return [lifted(item, place) for item in items]
     return cast("Any", node)
 
@@ -144,5 +146,8 @@ def byte_view(data: Any) -> memoryview:
 
 
 def pack(tree: Any) -> bytes:
-    """Tree → msgpack."""
-    return _msgpack.packb(tree, use_bin_type=True)
+    """Tree → msgpack; a buffer is packed as it lies. Raises WireError for one that is not contiguous."""
+    try:
+        return _msgpack.packb(tree, use_bin_type=True, default=byte_view)
+    except BufferError:
+        raise WireError("malformed", "the buffer of a tensor must be C-contiguous") from None

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from .codes import RETRYABLE, STATUS
 from .frames import FRAME_ALIGN, FRAME_MAGIC, MAX_HEADER_BYTES, PROTOCOL_VERSION, read_frame, write_frame
-from .packing import MAX_DEPTH, MAX_ITEMS, Buffer, WireError, byte_view, lifted, pack, settle, unpack
+from .packing import MAX_DEPTH, MAX_ITEMS, Buffer, WireError, byte_view, pack, settle, unpack
 
 __all__ = [
     "FRAME",
@@ -79,7 +79,7 @@ def encode(content_type: str, message: Mapping[str, Any]) -> bytes:
 def encode_parts(content_type: str, message: Mapping[str, Any]) -> list[bytes | memoryview]:
     """Message → the buffers whose concatenation is its encoding; a frame's tensors are the caller's own memory."""
     if content_type == MSGPACK:
-        return [pack(lifted(message, lambda data: {"data": data}))]
+        return [pack(message)]
     if content_type != FRAME:
         raise WireError("unsupported_encoding", f"a message is encoded as {MSGPACK} or {FRAME}")
     return write_frame(message)

@@ -46,6 +46,10 @@ class Tokens:
             self._callers = [_parse(path.name, number, words) for number, words in rows if words]
             if not self._callers:
                 raise StartError(f"--token-file {path.name} holds no token")
+            lines_of: dict[str, int] = {}
+            for number, words in rows:
+                if words and (first := lines_of.setdefault(words[0], number)) != number:
+                    raise StartError(f"--token-file {path.name} line {number} repeats the token of line {first}")
 
     def caller(self, authorization: str | None) -> Caller:
         """The caller of an Authorization header. Raises unauthorized. Every token is compared, in constant time."""

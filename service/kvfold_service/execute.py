@@ -64,7 +64,7 @@ def step(worker: Worker, step: Step, tenant: str) -> dict[str, Any]:
         held.give_back()
         worker.free_slots.extend(new.slot for new, old in zip(requests, known, strict=False) if new and not old)
         raise
-    _commit(worker, step, tenant, requests, work, active)
+    _commit(worker, step, tenant, known, requests, work, active)
     done = time.perf_counter_ns()
     skipped = [item.cache.name for item in work if not item.plan.boundary]
     _count(worker, step, work, launches, len(skipped))
@@ -85,18 +85,22 @@ def step(worker: Worker, step: Step, tenant: str) -> dict[str, Any]:
 
 
 def _check_starts(step: Step, known: list[Request | None], caches: list[CompressorCache]) -> None:
-    for request, state in zip(step.requests, known, strict=True):
-        for cache in caches:
-            expected = cache.committed(state.slot) if state else 0
-            if request.start != expected:
-                raise ServiceError(
-                    "position_conflict" if request.start < expected else "position_gap",
-                    f"request {request.id} has {expected} tokens in {cache.name}, so the step must start there, "
-                    f"not at {request.start}",
-                    request=request.id,
-                    compressor=cache.name,
-                    expected=expected,
-                )
+    """Raises position_conflict, position_gap: of the first request, and of its compressors the first."""
+    slots = np.array([request.slot if request else -1 for request in known], np.int64)
+    starts = np.array([request.start for request in step.requests], np.int64)
+    expected = np.array([np.where(slots < 0, 0, cache.state[p.COMMITTED, slots]) for cache in caches])
+    wrong = np.argwhere((expected != starts).T)
+    if not len(wrong):
+        return
+    i, j = wrong[0]
+    request, cache, have = step.requests[i], caches[j], int(expected[j, i])
+    raise ServiceError(
+        "position_conflict" if request.start < have else "position_gap",
+        f"request {request.id} has {have} tokens in {cache.name}, so the step must start there, not at {request.start}",
+        request=request.id,
+        compressor=cache.name,
+        expected=have,
+    )
 
 
 def _find_slots(worker: Worker, step: Step, known: list[Request | None], active: I64) -> list[Request | None]:
@@ -184,21 +188,27 @@ def _run(worker: Worker, work: list[_Work]) -> int:
 
 
 def _commit(
-    worker: Worker, step: Step, tenant: str, requests: list[Request | None], work: list[_Work], active: I64
+    worker: Worker,
+    step: Step,
+    tenant: str,
+    known: list[Request | None],
+    requests: list[Request | None],
+    work: list[_Work],
+    active: I64,
 ) -> None:
     for item in work:
         item.plan.commit(item.cache.state)
         item.cache.drafts[item.plan.slots] = step.draft_tokens[active]
-    carried = tuple(step.tensors)
-    for i, (named, request) in enumerate(zip(step.requests, requests, strict=True)):
+    carried_with = dict.fromkeys(step.tensors, tuple(step.tensors))
+    for named, old, request in zip(step.requests, known, requests, strict=True):
         if request is None:
             continue
         if named.num_tokens:
-            for name in carried:
-                request.carried_with[name] = carried
-        if (tenant, step.requests[i].id) not in worker.requests:
-            worker.add((tenant, step.requests[i].id), request)
-        worker.renew(request)
+            request.carried_with.update(carried_with)
+        if old is None:
+            worker.add((tenant, named.id), request)
+        else:
+            worker.renew(request)
 
 
 def _count(worker: Worker, step: Step, work: list[_Work], launches: int, skipped: int) -> None:

@@ -180,7 +180,8 @@ def from_config(config: dict[str, Any]) -> Manifest:
         if config.get("compress_ratios") is not None:
             ratios = [int(ratio) for ratio in config["compress_ratios"]][:num_layers]
         else:
-            ratios = [_RATIO_OF_TYPE[kind] for kind in config["layer_types"]]
+            ratio_of = _RATIO_OF_TYPE | (config.get("compress_rates") or {})
+            ratios = [int(ratio_of[kind]) for kind in config["layer_types"]]
         if len(ratios) < num_layers:
             raise StartError(f"config.json names a compress ratio for {len(ratios)} of {num_layers} layers")
         head_dim, index_dim = int(config.get("head_dim", 512)), int(config.get("index_head_dim", 128))

@@ -32,7 +32,11 @@ def run(argv: list[str]) -> int:
         settings = options.read(argv)
         logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
         listener = _listen(settings)
-        service = _service(settings, listener)
+        try:
+            service = _service(settings, listener)
+        except StartError:
+            listener.close()
+            raise
     except StartError as error:
         print(f"kvfold serve: {error}", file=sys.stderr)
         return 2
@@ -48,6 +52,7 @@ def _listen(settings: options.Settings) -> socket.socket:
     try:
         listener.bind((settings.host, settings.port))
     except OSError as error:
+        listener.close()
         raise StartError(f"cannot listen on {settings.host} port {settings.port}: {error.strerror}") from None
     return listener
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, ValidationError, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from kvfold_kernels import backends
 from kvfold_service.errors import StartError, first_problem
@@ -28,6 +28,7 @@ class Settings(BaseSettings):
         cli_hide_none_type=True,
         cli_avoid_json=True,
         cli_prog_name="kvfold serve",
+        cli_exit_on_error=False,
     )
 
     manifest: str = Field(description="a preset (tiny, deepseek-v4-flash, deepseek-v4-pro), a manifest or config.json")
@@ -73,15 +74,20 @@ def _is_loopback(host: str) -> bool:
 
 
 def read(argv: list[str]) -> Settings:
-    """Command line over environment over defaults. Raises StartError; SystemExit for --help and unknown options."""
+    """Command line over environment over defaults. Raises StartError; SystemExit for --help."""
     try:
         return Settings(_cli_parse_args=argv)  # type: ignore[call-arg]
+    except SettingsError as error:
+        raise StartError(str(error)) from None
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
+        if not problem["loc"]:
+            raise StartError(first_problem(error)) from None
+        name = str(problem["loc"][0])
+        option = f"--{name.replace('_', '-')}"
         if problem["type"] == "missing":
-            name = str(problem["loc"][0])
-            raise StartError(f"--{name.replace('_', '-')} is needed (or KVFOLD_{name.upper()})") from None
-        raise StartError(f"option {first_problem(error)}".removeprefix("option --")) from None
+            raise StartError(f"{option} is needed (or KVFOLD_{name.upper()})") from None
+        raise StartError(f"{option}: {problem['msg']}") from None
 
 
 def handle_key(settings: Settings) -> bytes | None:
@@ -89,7 +95,7 @@ def handle_key(settings: Settings) -> bytes | None:
     if settings.handle_key_file is None:
         return None
     try:
-        key = settings.handle_key_file.read_bytes().strip()
+        key = settings.handle_key_file.read_bytes()  # as it is: a random byte may be white space
     except OSError as error:
         raise StartError(f"--handle-key-file cannot be read: {error.strerror}") from None
     if len(key) < 32:

@@ -24,6 +24,7 @@ I64 = NDArray[np.int64]
 
 ID: Final = re.compile(r"[A-Za-z0-9_.:@-]{1,128}")
 _LARGEST: Final = 2**63 - 1
+_REQUEST_FIELDS: Final = frozenset({"id", "start", "num_tokens"})
 _INT_DTYPES: Final = {"int32": np.dtype("<i4"), "int64": np.dtype("<i8")}
 _INPUT_DTYPES: Final = {"bf16": ("bf16",), "fp32": ("fp32",), "any": ("bf16", "fp32")}
 
@@ -157,10 +158,11 @@ def _requests(value: object) -> tuple[StepRequest, ...]:
     for item in value:
         if not isinstance(item, dict):
             raise malformed("a request must be a map of id, start and num_tokens")
-        expect_fields(item, "a request", {"id", "start", "num_tokens"})
+        if item.keys() != _REQUEST_FIELDS:
+            expect_fields(item, "a request", _REQUEST_FIELDS)
         name = expect_id(item["id"], "a request's id")
-        start = expect_int(item["start"], f"start of request {name}")
-        requests.append(StepRequest(name, start, expect_int(item["num_tokens"], f"num_tokens of request {name}", 0)))
+        start = expect_int(item["start"], "a request's start")
+        requests.append(StepRequest(name, start, expect_int(item["num_tokens"], "a request's num_tokens", 0)))
     if len({request.id for request in requests}) != len(requests):
         raise malformed("a step may name a request once")
     return tuple(requests)
@@ -282,7 +284,7 @@ def _check_query_start_loc(loc: I64, requests: tuple[StepRequest, ...], num_rows
 
 def _check_ranges(requests: tuple[StepRequest, ...], max_position: int) -> None:
     for request in requests:
-        if not 0 <= request.start <= request.start + request.num_tokens <= max_position:
+        if request.start < 0 or request.start + request.num_tokens > max_position:
             raise ServiceError(
                 "bad_positions",
                 f"request {request.id} would cover positions {request.start} to "

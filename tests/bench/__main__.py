@@ -1,0 +1,29 @@
+"""Plan, ingest and step latency on this machine: python -m tests.bench [--out FILE] [plan ingest latency]"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from tests.bench import ingest, latency, plan
+from tests.bench.measure import save
+
+_BENCHES = {"plan": plan.run, "ingest": ingest.run, "latency": latency.run}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", choices=[*_BENCHES, []], default=list(_BENCHES))
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    results = {}
+    for name in arguments.names:
+        for case, figures in _BENCHES[name]().items():
+            results[f"{name}: {case}"] = figures
+            print(f"{name:8} {case:32}", "  ".join(f"{key} {value:.1f}" for key, value in figures.items()), flush=True)
+    if arguments.out:
+        save(arguments.out, results)
+
+
+if __name__ == "__main__":
+    main()
