@@ -12,6 +12,7 @@ because the sparse-attention readers address them in units of one entry's values
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -191,12 +192,12 @@ class PageLayout:
 
     @classmethod
     def of(cls, fmt: EntryFormat, entries: int, page_bytes: int | None = None) -> PageLayout:
-        """`page_bytes` None: packed, rounded up to the format's alignment. Raises ValueError if it is too small."""
+        """`page_bytes` None: packed, rounded up as the format wants it. Raises ValueError if one given is too small."""
         if not 1 <= entries <= 65536:
             raise ValueError(f"page_entries must be between 1 and 65536, not {entries}")
         least = entries * fmt.entry_bytes
         if page_bytes is None:
-            page_bytes = _round_up(least, fmt.page_multiple)
+            page_bytes = _round_up(least, math.lcm(fmt.page_multiple, fmt.alignment))
         if page_bytes < least or page_bytes % fmt.alignment:
             raise ValueError(f"page_bytes must be a multiple of {fmt.alignment} and at least {least}, not {page_bytes}")
         return cls(fmt, entries, page_bytes)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,9 +59,6 @@ LIVE_START: Final = 1
 RING_START: Final = 2
 """Ring index of the row of LIVE_START."""
 STATE_FIELDS: Final = 3
-
-
-_ZERO: Final = np.zeros(1, np.int64)
 
 
 def empty_state(num_rings: int) -> I64:
@@ -147,52 +144,68 @@ def make_plan(
                      for the entries this step closes
     draft_tokens     int64 `[num_requests]`, how many last tokens may be withdrawn later; None: none
     """
-    ratio = geometry.ratio
-    old = _columns(state, slots)
-    start, live, ring = old
-    first_row = query_start_loc[:-1]
-    lengths = query_start_loc[1:] - first_row
-    new = np.empty_like(old)
-    end = np.add(start, lengths, out=new[COMMITTED])
-    entries = np.empty((2, len(slots)), np.int64)
-    np.floor_divide(start, ratio, out=entries[0])
-    np.floor_divide(end, ratio, out=entries[1])
+    if len(slots) == 1:  # the same formulas in Python's integers, which are faster than arrays of one
+        first_row, end_row = query_start_loc.tolist()
+        drafts = 0 if draft_tokens is None else draft_tokens.item()
+        slot = slots.item()
+        requests = _Requests(slot, first_row, end_row - first_row, drafts, *state[:, slot].tolist())
+        larger, smaller = max, min
+    else:
+        drafts = 0 if draft_tokens is None else draft_tokens
+        lengths = query_start_loc[1:] - query_start_loc[:-1]
+        requests = _Requests(slots, query_start_loc[:-1], lengths, drafts, *state.take(slots, axis=1))
+        larger, smaller = np.maximum, np.minimum
 
-    kept_windows = entries[1] if draft_tokens is None else (end - draft_tokens) // ratio
-    if geometry.halves > 1:
-        kept_windows = kept_windows - (geometry.halves - 1)
-    next_live = np.maximum(kept_windows * ratio, live, out=new[LIVE_START])
-    if not lengths.all():  # a request of no tokens changes nothing
-        np.copyto(next_live, live, where=lengths == 0)
-    behind_live = ring + start
-    behind_live -= live
-    index = np.minimum(next_live, start, out=new[RING_START])
-    index += ring
-    index -= live
-    _wrap(index, geometry.ring_rows)
+    ratio, start, live = geometry.ratio, requests.start, requests.live
+    end = start + requests.length
+    entry_start, entry_end = start // ratio, end // ratio
+    final_end = end if draft_tokens is None else end - requests.drafts
+    kept_from = (final_end // ratio - (geometry.halves - 1)) * ratio
+    next_live = larger(kept_from, live)
+    if not np.all(requests.length):  # a request of no tokens keeps its rows
+        next_live = live + (next_live - live) * (requests.length > 0)
+    next_ring = _wrap(requests.ring + smaller(next_live, start) - live, geometry.ring_rows)
+    first_kept = larger(start, next_live)
 
     plan = Plan(
-        windows=_windows(geometry, old, entries, slots, first_row, page_table, page_entries),
-        appends=_appends(geometry, slots, first_row, start, end, next_live, behind_live),
+        windows=_windows(geometry, requests, entry_start, entry_end - entry_start, page_table, page_entries),
+        appends=_appends(geometry, requests, first_kept, end - first_kept),
         num_tokens=int(query_start_loc[-1]),
         slots=slots.copy(),
-        entries=entries,
-        next_state=new,
+        entries=np.array((entry_start, entry_end), np.int64).reshape(2, -1),
+        next_state=np.array((end, next_live, next_ring), np.int64).reshape(STATE_FIELDS, -1),
     )
-    for array in (plan.windows, plan.appends, plan.slots, entries, new):
+    for array in (plan.windows, plan.appends, plan.slots, plan.entries, plan.next_state):
         array.setflags(write=False)
     return plan
 
 
-def _columns(array: I64, chosen: I64) -> I64:
-    """array[:, chosen]; `take` is several times as fast as indexing."""
-    return array.take(chosen, axis=1)
+class _Requests(NamedTuple):
+    """The requests of a step: a column of int64 each or, of a single request, plain integers."""
+
+    slot: Any
+    first_row: Any
+    length: Any
+    drafts: Any
+    start: Any
+    live: Any
+    ring: Any
+
+    @property
+    def one(self) -> bool:
+        return type(self.slot) is int
+
+    def only(self, chosen: Any) -> _Requests:
+        """Some of several."""
+        return _Requests(*(field if type(field) is int else field[chosen] for field in self))
 
 
-def _wrap(index: I64, ring_rows: int) -> I64:
-    """index mod ring_rows in place, for 0 ≤ index < 2·ring_rows: as unsigned, index − ring_rows is huge if negative."""
+def _wrap(index: Any, ring_rows: int) -> Any:
+    """index mod ring_rows, for 0 ≤ index < 2·ring_rows. In an array as unsigned numbers: below 0 is far above."""
+    if type(index) is int:
+        return index % ring_rows
     unsigned = index.view(np.uint64)
-    return np.minimum(unsigned, unsigned - ring_rows, out=unsigned).view(np.int64)
+    return np.minimum(unsigned, unsigned - ring_rows).view(np.int64)
 
 
 def _spread(counts: I64, total: int) -> tuple[I64, I64]:
@@ -202,87 +215,78 @@ def _spread(counts: I64, total: int) -> tuple[I64, I64]:
 
 
 def _windows(
-    geometry: Geometry, old: I64, entries: I64, slots: I64, first_row: I64, page_table: I32, page_entries: int
+    geometry: Geometry, requests: _Requests, entry_start: Any, counts: Any, page_table: I32, page_entries: int
 ) -> I32:
-    counts = entries[1] - entries[0]
-    total = int(counts.sum())
+    one = requests.one
+    total = counts if one else int(counts.sum())
     windows = np.zeros((WINDOW_FIELDS, total), np.int32)
     if total == 0:
         return windows
-    if len(slots) > 1:
+    ratio = geometry.ratio
+    if one:
+        first_window, slot_of, row_of = 0, requests.slot, requests.first_row - requests.start
+        entry = np.arange(entry_start, entry_start + total, dtype=np.int32)
+    else:
         closing = counts.nonzero()[0]
-        counts, slots, first_row = counts[closing], slots[closing], first_row[closing]
-        entry_start = entries[0, closing]
-        old = _columns(old, closing)
-    else:
-        entry_start = entries[0]
-    start, live, ring = old
-    ratio, halves = geometry.ratio, geometry.halves
-    row_base = first_row - start
-    row_base += ratio - 1
-    if len(slots) == 1:  # one request broadcasts
-        entry = np.arange(entry_start[0], entry_start[0] + total, dtype=np.int32)
-        row_of, slot_of, first_window = row_base, slots, _ZERO
-    elif total == len(slots):  # one window each
-        entry = entry_start.astype(np.int32)
-        row_of, slot_of, first_window = row_base, slots, np.arange(total)
-    else:
-        owner, within = _spread(counts, total)
-        entry = (within + entry_start[owner]).astype(np.int32)
-        row_of, slot_of, first_window = row_base[owner], slots[owner], np.cumsum(counts) - counts
+        requests, entry_start, counts = requests.only(closing), entry_start[closing], counts[closing]
+        first_window = np.cumsum(counts) - counts
+        slot_of, row_of, entry = requests.slot, requests.first_row - requests.start, entry_start
+        if total > len(closing):
+            owner, within = _spread(counts, total)
+            slot_of, row_of, entry = slot_of[owner], row_of[owner], within + entry_start[owner]
+        entry = entry.astype(np.int32)
     position = np.multiply(entry, np.int32(ratio), out=windows[POSITION])
-    windows[INPUT_END] = position + row_of
+    windows[INPUT_END] = position + (row_of + (ratio - 1))
     windows[RING_SLOT] = slot_of
     page_idx = entry // np.int32(page_entries)
-    page = page_table[slot_of, page_idx]
+    page = page_table[slot_of].take(page_idx) if one else page_table[slot_of, page_idx]
     page -= page_idx
     page *= np.int32(page_entries)
     np.add(page, entry, out=windows[SLOT])  # page · n + entry − (entry // n) · n
-
-    # Only a request's first `halves` windows reach back before this step.
-    for j in range(halves):
-        oldest = (entry_start + (j + 1 - halves)) * ratio
-        first_real = np.maximum(oldest, 0)
-        at = first_window + j
-        if j and int(counts.min()) <= j:
-            chosen = np.flatnonzero(counts > j)
-            at = at[chosen]
-        else:
-            chosen = slice(None)
-        num_ring = start - first_real
-        windows[NUM_RING, at] = num_ring[chosen]
-        if halves > 1:
-            windows[NUM_PAD, at] = (first_real - oldest)[chosen]
-        index = first_real + ring
-        index -= live
-        windows[RING_FIRST, at] = _wrap(index, geometry.ring_rows)[chosen]
+    _reach_back(geometry, requests, entry_start, counts, first_window, windows)
     return windows
 
 
-def _appends(
-    geometry: Geometry, slots: I64, first_row: I64, start: I64, end: I64, next_live: I64, behind_live: I64
-) -> I32:
-    first_kept = np.maximum(start, next_live)
-    counts = end - first_kept
-    total = int(counts.sum())
+def _reach_back(
+    geometry: Geometry, requests: _Requests, entry_start: Any, counts: Any, first_window: Any, windows: I32
+) -> None:
+    """Padding and ring rows: only a request's first `halves` windows reach back before this step."""
+    for j in range(geometry.halves):
+        if j:
+            if requests.one:
+                if counts <= j:
+                    return
+            elif counts.min() <= j:
+                more = counts > j
+                requests, entry_start = requests.only(more), entry_start[more]
+                first_window, counts = first_window[more], counts[more]
+        oldest = (entry_start + (j + 1 - geometry.halves)) * geometry.ratio
+        first_real = max(oldest, 0) if requests.one else np.maximum(oldest, 0)
+        at = first_window + j
+        windows[NUM_PAD, at] = first_real - oldest
+        windows[NUM_RING, at] = requests.start - first_real
+        windows[RING_FIRST, at] = _wrap(requests.ring + first_real - requests.live, geometry.ring_rows)
+
+
+def _appends(geometry: Geometry, requests: _Requests, first_kept: Any, counts: Any) -> I32:
+    one = requests.one
+    total = counts if one else int(counts.sum())
     appends = np.empty((APPEND_FIELDS, total), np.int32)
     if total == 0:
         return appends
-    input_row = first_kept
-    input_row -= start
-    input_row += first_row
-    ring_index = behind_live
-    ring_base = slots * geometry.ring_rows
-    if len(slots) == 1:
+    row = requests.first_row + first_kept - requests.start
+    index = requests.ring + requests.start - requests.live  # behind the live rows
+    base = requests.slot * geometry.ring_rows
+    if one:
         within = np.arange(total)
-        input_row, ring_index = input_row + within, ring_index + within
+        row, index = row + within, index + within
     elif counts.max() == 1:
-        if total < len(slots):
+        if total < len(counts):
             kept = counts.nonzero()[0]
-            input_row, ring_index, ring_base = input_row[kept], ring_index[kept], ring_base[kept]
+            row, index, base = row[kept], index[kept], base[kept]
     else:
         owner, within = _spread(counts, total)
-        input_row, ring_index, ring_base = input_row[owner] + within, ring_index[owner] + within, ring_base[owner]
-    appends[APPEND_INPUT] = input_row
-    np.add(_wrap(ring_index, geometry.ring_rows), ring_base, out=appends[APPEND_RING], casting="unsafe")
+        row, index, base = row[owner] + within, index[owner] + within, base[owner]
+    appends[APPEND_INPUT] = row
+    appends[APPEND_RING] = _wrap(index, geometry.ring_rows) + base
     return appends

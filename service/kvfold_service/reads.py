@@ -55,6 +55,7 @@ def _head(handle: str, page: _Page) -> dict[str, Any]:
 
 
 def _find(worker: Worker, handles: list[str], tenant: str) -> list[_Page]:
+    worker.reap()
     found = [_page(worker, handle, tenant) for handle in handles]
     slots = {page.slot for page in found}
     for request in worker.requests.values():

@@ -171,7 +171,7 @@ class Worker:
             "new_entries": [first, end],
             "pages": self._handles(tenant, slot, cache, 0 if all_pages else first, end),
         }
-        if held_from := cache.first_entry[slot]:
+        if slot >= 0 and (held_from := cache.first_entry[slot]):
             part["first_entry"] = int(held_from)
         return part
 
