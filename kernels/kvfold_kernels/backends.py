@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 from dataclasses import dataclass
 
-from kvfold_kernels.compress import CompressFn, FindNonFiniteFn
+from kvfold_kernels.compress import CompressFn, FindNonFiniteFn, FlagNonFiniteFn
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +17,8 @@ class Backend:
     device: str
     compress: CompressFn
     find_non_finite: FindNonFiniteFn
+    flag_non_finite: FlagNonFiniteFn | None = None
+    """Devices only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,4 +73,5 @@ def load(name: str = "auto") -> Backend:
 
 def _load(row: _Row) -> Backend:
     module = importlib.import_module(row.module)
-    return Backend(row.name, row.device, module.compress, module.find_non_finite)
+    flag = getattr(module, "flag_non_finite", None)
+    return Backend(row.name, row.device, module.compress, module.find_non_finite, flag)

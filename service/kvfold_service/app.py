@@ -26,7 +26,7 @@ from kvfold_service.metrics import Metrics
 from kvfold_service.openapi import CALLS
 from kvfold_service.settings import Settings
 from kvfold_service.staging import Staging
-from kvfold_service.step import malformed, parse_step
+from kvfold_service.step import Step, malformed, parse_step
 
 log = logging.getLogger("kvfold")
 _SLICE_BYTES = 1 << 20
@@ -40,6 +40,7 @@ class Service:
         self.staging = Staging(settings.staging())
         self.memory = StepMemory(settings.remembered_steps)
         self.metrics = Metrics(engine)
+        self.running: set[asyncio.Task[Encoded]] = set()
         self.not_ready: str | None = "starting"
 
     def caller(self, request: Request, *roles: str) -> Caller:
@@ -49,6 +50,11 @@ class Service:
         if self.not_ready:
             raise ServiceError("not_ready", f"the worker is not ready: {self.not_ready}", retry_after=1.0)
         return caller
+
+    def ran(self, step: asyncio.Task[Encoded]) -> None:
+        self.running.discard(step)
+        if not step.cancelled():
+            step.exception()  # its client may have left
 
     @contextlib.asynccontextmanager
     async def message(self, request: Request) -> AsyncIterator[dict[str, Any]]:
@@ -68,6 +74,7 @@ def build(service: Service) -> FastAPI:
         description="State caches and exact compression kernels for DeepSeek-V4 KV caches; see docs/contract.md.",
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,
         lifespan=_lifespan(service),
     )
     app.state.service = service
@@ -231,29 +238,36 @@ async def _step(service: Service, request: Request, caller: Caller, body: Body, 
         received = time.perf_counter_ns()
         service.metrics.bytes_in.inc(len(body.view))
         step = parse_step(await decode(body), service.worker.rules)
-        first = service.memory.begin(caller.tenant, step.step_id, body.fingerprint)
-        if first is not None:
-            return _again(request, await asyncio.shield(first))
-        try:
-            future = service.engine.submit(service.worker.step, step, caller.tenant)
+        reply = service.memory.begin(caller.tenant, step.step_id, body.fingerprint)
+        if reply is None:
+            recv_us = (received - began) // 1000
+            reply = asyncio.create_task(_run(service, step, caller.tenant, body, recv_us, reply_type_of(request)))
             lent = False
-            loop = asyncio.get_running_loop()
-            future.add_done_callback(lambda _: loop.call_soon_threadsafe(service.staging.give_back, body.extent))
-            message, waited_us = await asyncio.shield(asyncio.wrap_future(future))
-        except BaseException as error:
-            service.memory.forget(caller.tenant, step.step_id, error)
-            raise
+            service.running.add(reply)
+            reply.add_done_callback(service.ran)
+        return _remembered(request, await asyncio.shield(reply))
     finally:
         if lent:
             service.staging.give_back(body.extent)
-    message["timings_us"] |= {"recv": (received - began) // 1000, "queue": waited_us}
-    reply = _reply(request, message)
-    service.memory.finish(caller.tenant, step.step_id, Encoded(reply.media_type or wire.MSGPACK, bytes(reply.body)))
-    service.metrics.observe_step(message, len(reply.body))
+
+
+async def _run(service: Service, step: Step, tenant: str, body: Body, recv_us: int, media_type: str) -> Encoded:
+    """A step to its end, whoever still waits for it; its reply is remembered, a refusal forgotten."""
+    try:
+        message, waited_us = await asyncio.wrap_future(service.engine.submit(service.worker.step, step, tenant))
+        message["timings_us"] |= {"recv": recv_us, "queue": waited_us}
+        reply = Encoded(media_type, wire.encode(media_type, message))
+    except BaseException as error:
+        service.memory.forget(tenant, step.step_id, error)
+        raise
+    finally:
+        service.staging.give_back(body.extent)
+    service.memory.finish(tenant, step.step_id, reply)
+    service.metrics.observe_step(message, len(reply.data))
     return reply
 
 
-def _again(request: Request, reply: Encoded) -> Response:
+def _remembered(request: Request, reply: Encoded) -> Response:
     media_type = reply_type_of(request)
     if media_type == reply.media_type:
         return Response(reply.data, media_type=media_type)

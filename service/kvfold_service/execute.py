@@ -1,39 +1,27 @@
-"""A step: find requests → check starts → reserve slots and pages → plan → check values → run kernels → commit.
+"""A step: find requests → check starts → reserve slots and pages → plan → run → commit.
 
 Until the commit nothing that a reader can see has changed; a failure gives back what was reserved.
 """
 
 from __future__ import annotations
 
-import logging
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from kvfold_client import wire
 from kvfold_kernels import plan as p
-from kvfold_service.caches import TORCH_DTYPES, CompressorCache, Reservation
+from kvfold_service.caches import CompressorCache, Reservation
 from kvfold_service.errors import ServiceError
+from kvfold_service.runner import Work
 from kvfold_service.step import Step
 
 if TYPE_CHECKING:
     from kvfold_service.worker import Request, Worker
 
-log = logging.getLogger("kvfold")
 I64 = NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class _Work:
-    """One compressor's part of a step that is about to run."""
-
-    cache: CompressorCache
-    rows: torch.Tensor
-    plan: p.Plan
 
 
 def step(worker: Worker, step: Step, tenant: str) -> dict[str, Any]:
@@ -52,35 +40,24 @@ def step(worker: Worker, step: Step, tenant: str) -> dict[str, Any]:
         _reserve_pages(worker, step, slots[active], caches, active, held)
         plans = [_plan(cache, step, slots[active], active) for cache in caches]
         planned = time.perf_counter_ns()
-        work = [
-            _Work(cache, as_torch(tensor, worker.backend.device), plan)
-            for cache, tensor, plan in zip(caches, step.tensors.values(), plans, strict=True)
-        ]
-        copied = time.perf_counter_ns()
-        for item in work:
-            check_values(worker, item.cache, item.rows, item.plan.num_tokens)
-        launches = _run(worker, work)
+        work = [Work(*item) for item in zip(caches, step.tensors.values(), plans, strict=True)]
+        ran = worker.runner.run(work)
     except BaseException:
         held.give_back()
         worker.free_slots.extend(new.slot for new, old in zip(requests, known, strict=False) if new and not old)
         raise
     _commit(worker, step, tenant, known, requests, work, active)
-    done = time.perf_counter_ns()
     skipped = [item.cache.name for item in work if not item.plan.boundary]
-    _count(worker, step, work, launches, len(skipped))
+    _count(worker, step, work, ran.launches, len(skipped))
     return {
         "version": wire.PROTOCOL_VERSION,
         "step_id": step.step_id,
         "epoch": worker.epoch.hex(),
         "compat": worker.compat,
-        "launches": launches,
+        "launches": ran.launches,
         "skipped": skipped,
         "requests": _parts(worker, step, tenant, slots, caches),
-        "timings_us": {
-            "plan": (planned - began) // 1000,
-            "copy": (copied - planned) // 1000,
-            "kernel": (done - copied) // 1000,
-        },
+        "timings_us": {"plan": (planned - began) // 1000, "copy": ran.copy_us, "kernel": ran.kernel_us},
     }
 
 
@@ -155,45 +132,13 @@ def _plan(cache: CompressorCache, step: Step, slots: I64, active: I64) -> p.Plan
     )
 
 
-def check_values(worker: Worker, cache: CompressorCache, rows: torch.Tensor, num_tokens: int) -> None:
-    """Raises non_finite."""
-    found = worker.backend.find_non_finite(rows, num_tokens)
-    if found:
-        raise ServiceError(
-            "non_finite",
-            f"the tensor of {cache.name} has a value at row {found[0]}, column {found[1]} that is not finite "
-            "(only a score may be −inf)",
-            compressor=cache.name,
-            row=found[0],
-            column=found[1],
-        )
-
-
-def _run(worker: Worker, work: list[_Work]) -> int:
-    try:
-        return sum(
-            worker.backend.compress(
-                torch.from_numpy(item.plan.windows.copy()),
-                torch.from_numpy(item.plan.appends.copy()),
-                item.rows,
-                item.cache.rings,
-                item.cache.group.pages,
-                item.cache.compressor,
-            )
-            for item in work
-        )
-    except Exception:
-        log.exception("a kernel failed; the step is undone")
-        raise ServiceError("step_failed", "a kernel failed; nothing of the step was kept, send it again") from None
-
-
 def _commit(
     worker: Worker,
     step: Step,
     tenant: str,
     known: list[Request | None],
     requests: list[Request | None],
-    work: list[_Work],
+    work: list[Work],
     active: I64,
 ) -> None:
     for item in work:
@@ -211,7 +156,7 @@ def _commit(
             worker.renew(request)
 
 
-def _count(worker: Worker, step: Step, work: list[_Work], launches: int, skipped: int) -> None:
+def _count(worker: Worker, step: Step, work: list[Work], launches: int, skipped: int) -> None:
     worker.totals["steps"] += 1
     worker.totals["tokens"] += step.num_tokens
     worker.totals["entries"] += sum(item.plan.num_windows for item in work)
@@ -230,11 +175,3 @@ def _parts(worker: Worker, step: Step, tenant: str, slots: I64, caches: list[Com
         }
         for request, slot in zip(step.requests, slots.tolist(), strict=True)
     ]
-
-
-def as_torch(tensor: wire.Tensor, device: str) -> torch.Tensor:
-    """A view of the tensor's bytes (a copy if they are read-only), on the device."""
-    data = tensor.data if not tensor.data.readonly else memoryview(bytearray(tensor.data))
-    if not len(data):
-        return torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype], device=device)
-    return torch.frombuffer(data, dtype=TORCH_DTYPES[tensor.dtype]).view(tensor.shape).to(device)

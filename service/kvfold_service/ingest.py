@@ -8,6 +8,7 @@ from typing import Any
 
 import xxhash
 from fastapi import Request
+from starlette.requests import ClientDisconnect
 
 from kvfold_client import wire
 from kvfold_service.errors import ServiceError
@@ -75,12 +76,15 @@ def _too_large(limit: int) -> ServiceError:
 async def _stream(request: Request, media_type: str, extent: Extent, size: int, limit: int) -> Body:
     fingerprint = xxhash.xxh3_128()
     room, end = extent.view, 0
-    async for chunk in request.stream():
-        start, end = end, end + len(chunk)
-        if end > size:
-            raise _too_large(limit)
-        room[start:end] = chunk
-        fingerprint.update(chunk)
+    try:
+        async for chunk in request.stream():
+            start, end = end, end + len(chunk)
+            if end > size:
+                raise _too_large(limit)
+            room[start:end] = chunk
+            fingerprint.update(chunk)
+    except ClientDisconnect:
+        raise ServiceError("malformed", "the body ended early") from None
     return Body(media_type, extent, room[:end], fingerprint.digest())
 
 

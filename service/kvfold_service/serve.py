@@ -79,6 +79,7 @@ def _service(settings: options.Settings, listener: socket.socket) -> Service:
         max_requests=settings.max_requests,
         pages=pages,
         max_step_tokens=settings.max_step_tokens,
+        max_step_bytes=settings.max_body_bytes,
         lease_seconds=settings.lease_seconds,
         handle_key=options.handle_key(settings),
         worker_id=settings.worker_id or "{}:{}".format(*listener.getsockname()[:2]),

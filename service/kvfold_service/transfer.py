@@ -16,6 +16,7 @@ from kvfold_kernels.pages import write_rows
 from kvfold_service import execute
 from kvfold_service.caches import TORCH_DTYPES, CompressorCache, Reservation
 from kvfold_service.errors import ServiceError
+from kvfold_service.runner import as_torch, non_finite
 
 if TYPE_CHECKING:
     from kvfold_service.worker import Worker
@@ -120,8 +121,9 @@ def import_(worker: Worker, given: ImportCall, tenant: str) -> None:
     held = Reservation()
     try:
         for cache, part in caches.items():
-            rows = execute.as_torch(part.open_rows, worker.backend.device)
-            execute.check_values(worker, cache, rows, len(rows))
+            rows = as_torch(part.open_rows).to(worker.backend.device)
+            if found := worker.backend.find_non_finite(rows, len(rows)):
+                raise non_finite(cache, *found)
             _import_one(cache, request.slot, part, rows, held)
     except BaseException:
         held.give_back()

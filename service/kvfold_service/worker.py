@@ -22,6 +22,7 @@ from kvfold_service.caches import Caches, CompressorCache
 from kvfold_service.compat import compat_hash
 from kvfold_service.errors import ServiceError
 from kvfold_service.manifest import Manifest
+from kvfold_service.runner import runner_for
 from kvfold_service.step import Step, StepRules
 from kvfold_service.weights import Weights
 
@@ -55,6 +56,7 @@ class Worker:
         max_requests: int = 64,
         pages: int = 1024,
         max_step_tokens: int = 65536,
+        max_step_bytes: int = 1 << 30,
         lease_seconds: float = 30.0,
         handle_key: bytes | None = None,
         worker_id: str = "worker",
@@ -65,6 +67,7 @@ class Worker:
         self.epoch = os.urandom(8)
         self.caches = Caches.allocate(manifest, weights, max_requests, pages, backend.device)
         self.handles = HandleCodec(handle_key or os.urandom(32), worker_id, self.epoch)
+        self.runner = runner_for(backend, self.caches, max_step_bytes, max_step_tokens)
         self.requests: dict[RequestKey, Request] = {}
         self.free_slots = list(range(max_requests - 1, -1, -1))
         self.rules = StepRules(

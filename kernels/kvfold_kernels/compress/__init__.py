@@ -35,4 +35,10 @@ FindNonFiniteFn = Callable[[torch.Tensor, int], tuple[int, int] | None]
 NaN anywhere, ±∞ in kv, +∞ in score; −∞ in score is a weight of 0. Rows ≥ num_tokens are padding and not looked at.
 """
 
-__all__ = ["CompressFn", "FindNonFiniteFn"]
+FlagNonFiniteFn = Callable[[torch.Tensor, int, torch.Tensor], None]
+"""flag_non_finite(kv_score, num_tokens, flag): the same on a device, without waiting for it.
+
+flag int64 `[1]` becomes the smaller of itself and the flat index (row · row_width + column) of the first such value.
+"""
+
+__all__ = ["CompressFn", "FindNonFiniteFn", "FlagNonFiniteFn"]
