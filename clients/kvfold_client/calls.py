@@ -75,7 +75,7 @@ def read_pages(handles: Sequence[str]) -> Call[tuple[Page, ...]]:
 
 
 def verify(handles: Sequence[str]) -> Call[tuple[PageDigest, ...]]:
-    """Digests of pages over their valid entries, the same whatever the page size."""
+    """Digests of pages over their valid entries as page-free rows: equal where pages hold the same entries."""
     message = {"version": PROTOCOL_VERSION, "handles": list(handles)}
     return Call("POST", "/v1/verify", replies.page_digests, message)
 

@@ -4,7 +4,7 @@ msgpack allocates an array when it reads the array's length, before any element.
 a message with a longer one is first skipped over, which allocates nothing and proves that every element is there.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, cast
 
 import msgpack

@@ -23,6 +23,8 @@ class CompressorState:
     """Half-open; [n, n) when the step closed no window, None where the call was no step."""
     pages: tuple[str, ...]
     """Handles, in the order of the entries."""
+    first_entry: int = 0
+    """Entries before it are not held by this worker: the request was imported without them."""
 
 
 RequestState = dict[str, CompressorState]
@@ -49,6 +51,8 @@ class Page:
     num_entries: int
     data: np.ndarray
     """uint8 [page_bytes]; `entries.decode_page` turns it into rows."""
+    first_entry: int = 0
+    """Entries of the page before it are not held by this worker; their bytes are zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +104,24 @@ def _compressor_state(state: Mapping[str, Any]) -> CompressorState:
         first, end = new_entries
         new_entries = (first, end)
     return CompressorState(
-        state["committed"], state["open_tokens"], state["num_entries"], new_entries, tuple(state["pages"])
+        state["committed"],
+        state["open_tokens"],
+        state["num_entries"],
+        new_entries,
+        tuple(state["pages"]),
+        state.get("first_entry", 0),
     )
 
 
 def pages(message: Mapping[str, Any]) -> tuple[Page, ...]:
     return tuple(
-        Page(page["handle"], page["compressor"], page["num_entries"], from_wire(tensor_of(page, "a page")))
+        Page(
+            page["handle"],
+            page["compressor"],
+            page["num_entries"],
+            from_wire(tensor_of(page, "a page")),
+            page.get("first_entry", 0),
+        )
         for page in message["pages"]
     )
 

@@ -53,6 +53,8 @@ class Compressor:
             )
         if self.indexer_profile != "vllm" and geometry.kind != "indexer":
             raise ValueError(f"kind {geometry.kind} has no indexer_profile")
+        if self.indexer_profile == "sglang" and self.scale_floor == "scale":
+            raise ValueError("indexer_profile sglang has no scale_floor")
         if not self.fp8_scale > 0 or self.fp8_scale == float("inf"):
             raise ValueError(f"fp8_scale must be a positive number, not {self.fp8_scale}")
 

@@ -210,7 +210,7 @@ def _routes(service: Service) -> APIRouter:
 
     @call("GET", "/v1/stats")
     async def stats(request: Request) -> Response:
-        service.caller(request)
+        service.caller(request, "admin")
         return JSONResponse(await engine.call(worker.stats) | service.metrics.phases())
 
     @call("GET", "/livez")
@@ -225,7 +225,7 @@ def _routes(service: Service) -> APIRouter:
 
     @call("GET", "/metrics")
     async def metrics(request: Request) -> Response:
-        service.tokens.caller(request.headers.get("authorization"))
+        service.tokens.caller(request.headers.get("authorization")).expect("admin")
         return PlainTextResponse(await engine.call(service.metrics.expose), media_type=CONTENT_TYPE_LATEST)
 
     return router
@@ -254,7 +254,7 @@ async def _step(service: Service, request: Request, caller: Caller, body: Body, 
 async def _run(service: Service, step: Step, tenant: str, body: Body, recv_us: int, media_type: str) -> Encoded:
     """A step to its end, whoever still waits for it; its reply is remembered, a refusal forgotten."""
     try:
-        message, waited_us = await asyncio.wrap_future(service.engine.submit(service.worker.step, step, tenant))
+        message, waited_us = await service.engine.step(step, tenant)
         message["timings_us"] |= {"recv": recv_us, "queue": waited_us}
         reply = Encoded(media_type, wire.encode(media_type, message))
     except BaseException as error:

@@ -9,6 +9,7 @@ pages hold is not, and is never shown.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -156,7 +157,7 @@ class Caches:
         groups = {
             layout: PageGroup(
                 index,
-                f"{layout.format.name}.{layout.format.head_dim}x{layout.entries}",
+                _label(layout, members),
                 layout,
                 PagePool(len(parts) * pages_per_compressor),
                 torch.zeros((len(parts) * pages_per_compressor, layout.page_bytes), dtype=torch.uint8, device=device),
@@ -190,6 +191,13 @@ class Caches:
             assert held == group.pool.num_used, "a used page is in no page table"
         for cache in self.compressors:
             cache.check_integrity(live_slots)
+
+
+def _label(layout: PageLayout, others: Iterable[PageLayout]) -> str:
+    """format.dim x entries, and the page's bytes where that alone would name two."""
+    label = f"{layout.format.name}.{layout.format.head_dim}x{layout.entries}"
+    same = [other for other in others if (other.format, other.entries) == (layout.format, layout.entries)]
+    return label if len(same) == 1 else f"{label}.{layout.page_bytes}"
 
 
 def _allocate_one(

@@ -16,6 +16,7 @@ from kvfold_service.step import (
     expect_fields,
     expect_id,
     expect_int,
+    expect_tensor,
     expect_version,
     input_tensor,
     integers,
@@ -81,6 +82,8 @@ def parse_import(body: Mapping[str, Any], rules: StepRules, entry_bytes: Mapping
             raise malformed("a compressor must be a map of committed, open_rows, open_positions and entries")
         expect_fields(part, "a compressor", {"committed", "open_rows", "open_positions"}, {"entries"})
         expect_int(part["committed"], f"committed of {name[:128]}", 0)
+        for field in {"open_rows", "entries"} & part.keys():
+            expect_tensor(part[field], f"{field} of {name[:128]}")
     expect_version(body)
     if body["compat"] != rules.compat:
         raise compat_mismatch(rules.compat)
@@ -100,7 +103,7 @@ def _import_part(name: str, part: Mapping[str, Any], rules: StepRules, entry_byt
     first = geometry.live_start(committed)
     rows = input_tensor(name, part["open_rows"], committed - first, rules)
     entries = None
-    if part.get("entries") is not None:
+    if "entries" in part:
         entries = _entries(name, part["entries"], geometry.num_entries(committed), entry_bytes[name])
     positions = integers(part["open_positions"], "open_positions", "bad_positions")
     if not np.array_equal(positions, np.arange(first, committed)):

@@ -35,8 +35,12 @@ def prove(worker: Worker) -> None:
         geometry = cache.compressor.geometry
         if geometry.window_rows < worker.manifest.max_position:
             seen.setdefault((geometry, cache.group.layout, cache.part.input_dtype), cache)
-    for cache in seen.values():
-        _prove(worker, cache)
+    totals = dict(worker.totals)
+    try:
+        for cache in seen.values():
+            _prove(worker, cache)
+    finally:
+        worker.totals.update(totals)
 
 
 def _prove(worker: Worker, cache: CompressorCache) -> None:

@@ -39,12 +39,30 @@ def media_type_of(request: Request) -> str:
 
 
 def reply_type_of(request: Request) -> str:
-    """The reply's encoding: the first of Accept that this worker speaks, else the request's, else msgpack."""
-    wanted = [item.split(";")[0].strip().lower() for item in request.headers.get("accept", "").split(",")]
-    for media_type in (*wanted, request.headers.get("content-type", "").split(";")[0].strip().lower()):
-        if media_type in (wire.MSGPACK, wire.FRAME):
-            return media_type
-    return wire.MSGPACK
+    """The reply's encoding: what Accept weighs most of those we speak; for anything else the request's, else msgpack."""
+    own = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    own = own if own in (wire.MSGPACK, wire.FRAME) else wire.MSGPACK
+    best, weight = own, 0.0
+    for item in request.headers.get("accept", "").lower().split(","):
+        media_type, _, parameters = (part.strip() for part in item.partition(";"))
+        quality = _quality(parameters)
+        if media_type in (wire.MSGPACK, wire.FRAME) and quality > weight:
+            best, weight = media_type, quality
+        elif media_type in ("*/*", "application/*") and quality > weight:
+            best, weight = own, quality
+    return best
+
+
+def _quality(parameters: str) -> float:
+    """The weight `q=…` of an item of Accept; 1 if there is none, 0 if it cannot be read."""
+    for parameter in parameters.split(";"):
+        name, _, value = parameter.partition("=")
+        if name.strip() == "q":
+            try:
+                return float(value)
+            except ValueError:
+                return 0.0
+    return 1.0
 
 
 async def receive(request: Request, staging: Staging, limit: int) -> Body:

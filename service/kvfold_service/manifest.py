@@ -68,6 +68,8 @@ class CompressorPart(_Part):
             raise ValueError(f"cache_format {self.cache_format} has no scale_floor")
         if self.indexer_profile != "vllm" and self.cache_format not in ("indexer_fp8", "indexer_mxfp4"):
             raise ValueError(f"cache_format {self.cache_format} has no indexer_profile")
+        if self.indexer_profile == "sglang" and self.scale_floor == "scale":
+            raise ValueError("indexer_profile sglang has no scale_floor")
         if self.fp8_scale != 1.0 and self.cache_format != "fp8":
             raise ValueError(f"cache_format {self.cache_format} has no fp8_scale")
         return self

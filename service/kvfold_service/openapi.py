@@ -187,5 +187,5 @@ CALLS: Final[dict[tuple[str, str], dict[str, Any]]] = {
     ("GET", "/v1/stats"): _call("Pools, requests, launches, phases.", *_AUTH, media_types=_JSON),
     ("GET", "/livez"): _call("The process answers.", media_types=_JSON),
     ("GET", "/readyz"): _call("Steps are accepted; 503 with a reason if not.", "not_ready", media_types=_JSON),
-    ("GET", "/metrics"): _call("Prometheus metrics.", "unauthorized", media_types=("text/plain",)),
+    ("GET", "/metrics"): _call("Prometheus metrics.", "unauthorized", "forbidden", media_types=("text/plain",)),
 }

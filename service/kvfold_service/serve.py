@@ -82,7 +82,7 @@ def _service(settings: options.Settings, listener: socket.socket) -> Service:
         max_step_bytes=settings.max_body_bytes,
         lease_seconds=settings.lease_seconds,
         handle_key=options.handle_key(settings),
-        worker_id=settings.worker_id or "{}:{}".format(*listener.getsockname()[:2]),
+        worker_id=settings.worker_id or f"{socket.gethostname()}:{listener.getsockname()[1]}",
     )
     log.info("backend %s; bytes by pool: %s", backend.name, worker.caches.bytes_by_pool())
     prove_or_refuse(worker)

@@ -48,7 +48,7 @@ class Settings(BaseSettings):
     remembered_steps: int = Field(256, ge=1, description="replies kept for repeated steps, for each tenant")
     token_file: Path | None = Field(None, description="file of bearer tokens; without it every caller is trusted")
     handle_key_file: Path | None = Field(None, description="file of a key for page handles (32 bytes or more)")
-    worker_id: str | None = Field(None, description="name of this worker in its handles; default HOST:PORT")
+    worker_id: str | None = Field(None, description="name of this worker in its handles; default: host name and port")
     insecure: bool = Field(False, description="allow listening beyond loopback without tokens")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level to log")
 

@@ -193,12 +193,12 @@ def _tensor_maps(value: object) -> dict[str, dict[str, Any]]:
             raise malformed("a tensor's compressor must be a string")
         if name in tensors:
             raise malformed(f"the step has two tensors for compressor {name[:128]}")
-        _expect_tensor(item, f"the tensor of {name[:128]}")
+        expect_tensor(item, f"the tensor of {name[:128]}")
         tensors[name] = item
     return tensors
 
 
-def _expect_tensor(value: dict[str, Any], what: str) -> None:
+def expect_tensor(value: object, what: str) -> None:
     """Raises malformed for what is no tensor at all; that its dtype or shape is wrong is said in its turn."""
     try:
         wire.tensor_of(value, what)
@@ -211,7 +211,7 @@ def _integers(value: object, what: str) -> list[int] | dict[str, Any]:
     """A plain list of integers, or a tensor; anything else is malformed."""
     if isinstance(value, dict):
         expect_fields(value, what, {"dtype", "shape", "data"})
-        _expect_tensor(value, what)
+        expect_tensor(value, what)
         return value
     if not isinstance(value, list) or not set(map(type, value)) <= {int}:
         raise malformed(f"{what} must be a list of whole numbers, or an int32 or int64 tensor")

@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,6 +70,8 @@ class Worker:
         self.handles = HandleCodec(handle_key or os.urandom(32), worker_id, self.epoch)
         self.runner = runner_for(backend, self.caches, max_step_bytes, max_step_tokens)
         self.requests: dict[RequestKey, Request] = {}
+        self.queued: Counter[RequestKey] = Counter()
+        """Requests named by steps that wait or run; the event loop counts, `reap` looks."""
         self.free_slots = list(range(max_requests - 1, -1, -1))
         self.rules = StepRules(
             compat=self.compat,
@@ -125,9 +128,9 @@ class Worker:
             self.totals["released"] += 1
 
     def reap(self) -> int:
-        """Release what nobody has renewed; returns how many requests that were."""
+        """Release what nobody has renewed and no step waits for; returns how many requests that were."""
         now = self.clock()
-        expired = [key for key, request in self.requests.items() if request.expires <= now]
+        expired = [key for key, request in self.requests.items() if request.expires <= now and not self.queued[key]]
         for key in expired:
             self._forget(key)
         self.totals["expired"] += len(expired)
