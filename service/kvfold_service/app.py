@@ -13,6 +13,7 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 import kvfold_client
 from kvfold_client import wire
@@ -91,7 +92,10 @@ def build(service: Service) -> FastAPI:
     @app.exception_handler(HTTPException)
     async def no_such_call(request: Request, error: HTTPException) -> Response:
         body = malformed(f"there is no call {request.method} {request.url.path[:100]}").body()
-        return _reply(request, body, error.status_code, dict(error.headers or {}))
+        headers = dict(error.headers or {})
+        if "Allow" in headers:  # routes know their own method only
+            headers["Allow"] = ", ".join(_methods(app, request))
+        return _reply(request, body, error.status_code, headers)
 
     @app.exception_handler(Exception)
     async def broken(request: Request, error: Exception) -> Response:
@@ -99,6 +103,12 @@ def build(service: Service) -> FastAPI:
         return _reply(request, ServiceError("step_failed", "the worker failed; nothing was changed").body(), 500)
 
     return app
+
+
+def _methods(app: FastAPI, request: Request) -> list[str]:
+    """All methods of a path."""
+    matching = (route for route in app.routes if route.matches(request.scope)[0] is not Match.NONE)
+    return sorted({method for route in matching for method in getattr(route, "methods", ())})
 
 
 def _lifespan(service: Service) -> Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]:
