@@ -4,8 +4,9 @@ import subprocess
 import sys
 from importlib.metadata import EntryPoint
 
-import kvfold_client
 import pytest
+
+import kvfold_client
 from kvfold_client import cli
 
 

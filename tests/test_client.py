@@ -14,6 +14,7 @@ import httpx
 import ml_dtypes
 import numpy as np
 import pytest
+
 from kvfold_client import calls, client, codes, entries, errors, exchange, wire
 from kvfold_client.replies import CompressorState, Exported, ExportedCompressor
 

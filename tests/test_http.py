@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import pickle
-import re
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +31,8 @@ from tests.service_cases import (
     INDEXER,
     NAMES,
     SMALL,
+    Gate,
+    Process,
     changed,
     entries_of,
     make_worker,
@@ -139,22 +138,6 @@ async def serve(anyio_backend) -> AsyncIterator[Callable[..., Api]]:
 @pytest.fixture
 def api(serve) -> Api:
     return serve()
-
-
-class Gate:
-    """A backend whose kernels wait until they may go on."""
-
-    def __init__(self) -> None:
-        self.entered, self.go = threading.Event(), threading.Event()
-        self.backend = changed(backends.load(BACKEND), self)
-
-    def __call__(self, real: Callable[..., int], *arguments: Any) -> int:
-        self.entered.set()
-        assert self.go.wait(30)
-        return real(*arguments)
-
-    async def running(self) -> None:
-        assert await asyncio.to_thread(self.entered.wait, 30)
 
 
 # -- encodings -----------------------------------------------------------------------------------------------------
@@ -750,27 +733,6 @@ async def test_step_ids_are_each_tenant_s_own(guarded):
 
 
 # -- the process ---------------------------------------------------------------------------------------------------
-
-
-class Process:
-    """`python -m kvfold_service` on a free port."""
-
-    def __init__(self, folder: Any, *flags: str) -> None:
-        (folder / "small.json").write_text(json.dumps(SMALL))
-        command = [sys.executable, "-m", "kvfold_service", "--manifest", str(folder / "small.json")]
-        command += ["--weights", "random:1", "--backend", PROCESS_BACKEND, "--port", "0", *flags]
-        with (folder / "log").open("w") as log:
-            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
-        self.ready_line = self.process.stdout.readline()
-        found = re.fullmatch(r"ready (http://127\.0\.0\.1:(\d+)) backend=(\w+) compat=([0-9a-f]+)\n", self.ready_line)
-        assert found, (self.ready_line, (folder / "log").read_text())
-        self.url, self.port, self.backend, self.compat = found[1], int(found[2]), found[3], found[4]
-
-    def end(self) -> int:
-        """Exit code after SIGTERM."""
-        self.process.terminate()
-        with self.process:
-            return self.process.wait(30)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from kvfold_client import wire
 from kvfold_client.wire import FRAME, FRAME_ALIGN, MSGPACK, WireError
 

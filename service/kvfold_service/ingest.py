@@ -39,7 +39,7 @@ def media_type_of(request: Request) -> str:
 
 
 def reply_type_of(request: Request) -> str:
-    """The reply's encoding: what Accept weighs most of those we speak; for anything else the request's, else msgpack."""
+    """The reply's encoding: what Accept weighs most of ours; for anything else the request's, else msgpack."""
     own = request.headers.get("content-type", "").split(";")[0].strip().lower()
     own = own if own in (wire.MSGPACK, wire.FRAME) else wire.MSGPACK
     best, weight = own, 0.0

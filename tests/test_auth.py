@@ -1,0 +1,94 @@
+"""auth: a token says who calls and what for; whoever has none learns nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvfold_service.auth import ANYONE, ROLES, Caller, Tokens
+from tests.service_cases import no_start, refused
+
+PREFILL, DECODE, ROOT = "prefill-0123456789", "decode-0123456789a", "root-0123456789abc"
+FILE = f"""
+# the two sides of one model
+{PREFILL} team-a step,pull   # may do both
+{DECODE}\tteam-a\tpull
+
+{ROOT} team-b step,pull,admin
+"""
+
+
+def tokens(path, text: str | bytes = FILE) -> Tokens:
+    file = path / "tokens"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return Tokens(file)
+
+
+@pytest.mark.parametrize(
+    ("token", "tenant", "roles"),
+    [(PREFILL, "team-a", {"step", "pull"}), (DECODE, "team-a", {"pull"}), (ROOT, "team-b", set(ROLES))],
+)
+@pytest.mark.parametrize("scheme", ["Bearer ", "bearer ", "BEARER   "])
+def test_a_token_says_who_calls(tmp_path, scheme, token, tenant, roles):
+    assert tokens(tmp_path).caller(scheme + token) == Caller(tenant, frozenset(roles))
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        *(None, "", "Bearer", "Bearer ", "Bearer #", "Bearer é", "Basic " + PREFILL, PREFILL, f"Bearer{PREFILL}"),
+        *(f"Bearer {wrong}" for wrong in (PREFILL + "x", PREFILL[:-1], f"{PREFILL} {DECODE}", PREFILL.upper())),
+    ],
+)
+def test_anything_else_is_unauthorized(tmp_path, header):
+    with refused("unauthorized"):
+        tokens(tmp_path).caller(header)
+
+
+def test_without_a_file_everyone_may_do_everything():
+    for header in (None, "Bearer whatever", "Basic x"):
+        assert Tokens(None).caller(header) is ANYONE
+    ANYONE.expect("step")
+    ANYONE.expect("admin")
+
+
+def test_roles():
+    puller = Caller("t", frozenset({"pull"}))
+    puller.expect("pull")
+    puller.expect("step", "pull")
+    with refused("forbidden") as caught:
+        puller.expect("step", "admin")
+    assert "step or admin" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", ("holds no token",)),
+        ("# only a comment\n\n", ("holds no token",)),
+        (f"{PREFILL} team-a", ("line 1",)),
+        (f"\n{PREFILL} team-a step extra", ("line 2",)),
+        ("short team-a step", ("line 1", "16 characters")),
+        (f"{PREFILL} team/a step", ("line 1",)),
+        (f"{PREFILL} team-a step,write", ("line 1", "step, pull, admin")),
+        (f"{PREFILL} team-a ,", ("line 1",)),
+        (b"\xff\xfe not text", ("cannot be read",)),
+    ],
+)
+def test_a_bad_file_stops_the_start(tmp_path, text, words):
+    with no_start("--token-file", *words):
+        tokens(tmp_path, text)
+
+
+def test_the_sentence_does_not_say_the_token_or_the_folder(tmp_path):
+    with pytest.raises(Exception, match="line 1") as caught:
+        tokens(tmp_path, f"{PREFILL} team-a nonsense")
+    assert PREFILL not in str(caught.value)
+    assert str(tmp_path) not in str(caught.value)
+    with no_start("--token-file", "missing"):
+        Tokens(tmp_path / "missing")
+
+
+def test_a_token_belongs_to_one_tenant(tmp_path):
+    """Else it would depend on the order of lines who the caller is."""
+    with no_start("line 2"):
+        tokens(tmp_path, f"{PREFILL} team-a step\n{PREFILL} team-b step\n")
