@@ -167,43 +167,50 @@ def _routes(service: Service) -> APIRouter:
     async def read_pages(request: Request) -> Response:
         caller = service.caller(request, "pull")
         async with service.message(request) as body:
-            pages = await engine.call(worker.read_pages, calls.parse_handles(body), caller.tenant)
+            pages = await engine.call_for(caller.tenant, worker.read_pages, calls.parse_handles(body), caller.tenant)
         return _stream(request, pages)
 
     @call("POST", "/v1/verify")
     async def verify(request: Request) -> Response:
         caller = service.caller(request, "pull")
         async with service.message(request) as body:
-            return _reply(request, await engine.call(worker.verify, calls.parse_handles(body), caller.tenant))
+            return _reply(
+                request, await engine.call_for(caller.tenant, worker.verify, calls.parse_handles(body), caller.tenant)
+            )
 
     @call("GET", "/v1/requests/{id}")
     async def get_request(request: Request, id: str) -> Response:
         caller = service.caller(request, "step", "pull")
-        return _reply(request, await engine.call(worker.request, id, caller.tenant))
+        return _reply(request, await engine.call_for(caller.tenant, worker.request, id, caller.tenant))
 
     @call("DELETE", "/v1/requests/{id}")
     async def release(request: Request, id: str) -> Response:
         caller = service.caller(request, "step")
-        await engine.call(worker.release, id, caller.tenant)
+        await engine.call_for(caller.tenant, worker.release, id, caller.tenant)
         return Response(status_code=204)
 
     @call("POST", "/v1/requests/{id}/truncate")
     async def truncate(request: Request, id: str) -> Response:
         caller = service.caller(request, "step")
         async with service.message(request) as body:
-            return _reply(request, await engine.call(worker.truncate, id, calls.parse_truncate(body), caller.tenant))
+            return _reply(
+                request,
+                await engine.call_for(caller.tenant, worker.truncate, id, calls.parse_truncate(body), caller.tenant),
+            )
 
     @call("POST", "/v1/requests/{id}/lease")
     async def lease(request: Request, id: str) -> Response:
         caller = service.caller(request, "step", "pull")
         async with service.message(request) as body:
-            return _reply(request, await engine.call(worker.lease, id, calls.parse_lease(body), caller.tenant))
+            return _reply(
+                request, await engine.call_for(caller.tenant, worker.lease, id, calls.parse_lease(body), caller.tenant)
+            )
 
     @call("POST", "/v1/requests/{id}/export")
     async def export(request: Request, id: str) -> Response:
         caller = service.caller(request, "step", "pull")
         async with service.message(request) as body:
-            exported = await engine.call(worker.export, id, calls.parse_export(body), caller.tenant)
+            exported = await engine.call_for(caller.tenant, worker.export, id, calls.parse_export(body), caller.tenant)
         return _stream(request, exported)
 
     @call("POST", "/v1/import")
@@ -211,7 +218,7 @@ def _routes(service: Service) -> APIRouter:
         caller = service.caller(request, "step")
         async with service.message(request) as body:
             given = calls.parse_import(body, worker.rules, worker.entry_bytes)
-            return _reply(request, await engine.call(worker.import_, given, caller.tenant))
+            return _reply(request, await engine.call_for(caller.tenant, worker.import_, given, caller.tenant))
 
     @call("GET", "/v1/manifest")
     async def manifest(request: Request) -> Response:

@@ -9,8 +9,9 @@ pages hold is not, and is never shown.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 import torch
@@ -19,11 +20,12 @@ from numpy.typing import NDArray
 from kvfold_kernels import plan as p
 from kvfold_kernels.compressor import Compressor
 from kvfold_kernels.geometry import PageLayout
-from kvfold_kernels.pages import read_entries
+from kvfold_kernels.pages import read_entries, write_rows
 from kvfold_service.blocks import FREE, PagePool
 from kvfold_service.manifest import CompressorPart, Manifest
 from kvfold_service.weights import Weights
 
+_ENTRIES_AT_A_TIME: Final = 1024
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -115,8 +117,22 @@ class CompressorCache:
 
     def page_free_rows(self, slot: int, start: int, stop: int) -> torch.Tensor:
         """uint8 `[stop − start, entry_bytes]` of a request's entries, on the host."""
-        slots = torch.from_numpy(self.entry_slots(slot, start, stop)).to(self.group.pages.device)
-        return read_entries(self.group.pages, slots, self.group.layout).cpu()
+        rows = torch.empty((stop - start, self.group.layout.format.entry_bytes), dtype=torch.uint8)
+        for first, end, slots in self._some_at_a_time(slot, start, stop):
+            rows[first - start : end - start] = read_entries(self.group.pages, slots, self.group.layout)
+        return rows
+
+    def put_page_free_rows(self, slot: int, start: int, rows: NDArray[np.uint8]) -> None:
+        """The inverse: `[n, entry_bytes]` become a request's entries [start, start + n); its pages are in place."""
+        for first, end, slots in self._some_at_a_time(slot, start, start + len(rows)):
+            part = torch.from_numpy(rows[first - start : end - start].copy()).to(self.group.pages.device)
+            write_rows(self.group.pages, slots, self.group.layout, part)
+
+    def _some_at_a_time(self, slot: int, start: int, stop: int) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Entries [first, end) and their output slots, so that what a copy needs in between stays small."""
+        for first in range(start, stop, _ENTRIES_AT_A_TIME):
+            end = min(first + _ENTRIES_AT_A_TIME, stop)
+            yield first, end, torch.from_numpy(self.entry_slots(slot, first, end)).to(self.group.pages.device)
 
 
 class Reservation:

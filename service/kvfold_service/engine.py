@@ -1,18 +1,36 @@
-"""The engine thread: the only one that touches the worker's state. Calls run one at a time, as they arrive."""
+"""The engine thread: the only one that touches the worker's state.
+
+Calls of one tenant run in the order in which they arrive; tenants take turns. Steps that wait at the head of the queues
+are run as one batch as far as they name different requests (see `execute.can_join`).
+"""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
+from collections import OrderedDict, deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, ParamSpec, TypeVar
 
+from kvfold_service import execute
 from kvfold_service.step import Step
 from kvfold_service.worker import Message, Worker
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A call that waits: `call`, or a step."""
+
+    call: Callable[[], Any] | None
+    step: execute.Wanted | None
+    future: Future[tuple[Any, int]] = field(default_factory=Future)
+    arrived_ns: int = field(default_factory=time.perf_counter_ns)
 
 
 class Engine:
@@ -21,34 +39,21 @@ class Engine:
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
         self.depth = 0
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvfold-engine")
-
-    def submit(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[tuple[R, int]]:
-        """Run a method of the worker; the future gives its result and the µs that it waited. Event loop only.
-
-        The call runs even if nobody waits for it any more: what it reads must live until the future is done.
-        """
-        arrived = time.perf_counter_ns()
-
-        def timed() -> tuple[R, int]:
-            waited_us = (time.perf_counter_ns() - arrived) // 1000
-            return call(*args, **kwargs), waited_us
-
-        loop = asyncio.get_running_loop()
-        self.depth += 1
-        future = self._thread.submit(timed)
-        future.add_done_callback(lambda _: loop.call_soon_threadsafe(self._done))
-        return future
-
-    def _done(self) -> None:
-        self.depth -= 1
+        self._queues: OrderedDict[str, deque[_Job]] = OrderedDict()
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="kvfold-engine", daemon=True)
+        self._thread.start()
 
     async def step(self, step: Step, tenant: str) -> tuple[Message, int]:
-        """The reply of a step, and the µs that it waited. No lease of its requests ends meanwhile."""
+        """The reply of a step, and the µs that it waited. No lease of its requests ends meanwhile.
+
+        Not to be cancelled: the step runs all the same, and its rows must live until then.
+        """
         named = [(tenant, request.id) for request in step.requests]
         self.worker.queued.update(named)
         try:
-            return await asyncio.wrap_future(self.submit(self.worker.step, step, tenant))
+            return await asyncio.wrap_future(self._submit(tenant, _Job(None, execute.Wanted(step, tenant))))
         finally:
             self.worker.queued.subtract(named)
             for key in named:
@@ -56,8 +61,15 @@ class Engine:
                     del self.worker.queued[key]
 
     async def call(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """`submit`, and wait for the result; also when cancelled, since the call may still read its arguments."""
-        future = asyncio.wrap_future(self.submit(call, *args, **kwargs))
+        """Run a method of the worker that is no tenant's."""
+        return await self.call_for("", call, *args, **kwargs)
+
+    async def call_for(self, tenant: str, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run a method of the worker in a tenant's turn, behind what that tenant has sent before.
+
+        If cancelled, waits for it first, since it may still read its arguments.
+        """
+        future = asyncio.wrap_future(self._submit(tenant, _Job(lambda: call(*args, **kwargs), None)))
         try:
             result, _ = await asyncio.shield(future)
         except asyncio.CancelledError:
@@ -67,4 +79,70 @@ class Engine:
 
     def stop(self) -> None:
         """Finish what was submitted."""
-        self._thread.shutdown(wait=True)
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _submit(self, tenant: str, job: _Job) -> Future[tuple[Any, int]]:
+        loop = asyncio.get_running_loop()
+        self.depth += 1
+        job.future.add_done_callback(lambda _: loop.call_soon_threadsafe(self._done))
+        with self._changed:
+            assert not self._stopping
+            self._queues.setdefault(tenant, deque()).append(job)
+            self._changed.notify()
+        return job.future
+
+    def _done(self) -> None:
+        self.depth -= 1
+
+    def _run(self) -> None:
+        while jobs := self._take():
+            begun = time.perf_counter_ns()
+            if jobs[0].call is not None:
+                _settle(jobs[0], begun, _outcome(jobs[0].call))
+                continue
+            wanted = [job.step for job in jobs if job.step is not None]
+            for job, outcome in zip(jobs, execute.steps(self.worker, wanted), strict=True):
+                _settle(job, begun, outcome)
+
+    def _take(self) -> list[_Job]:
+        """The next call, or the next steps that can run as one batch; empty when it is time to stop."""
+        with self._changed:
+            while not self._queues:
+                if self._stopping:
+                    return []
+                self._changed.wait()
+            tenant, queue = self._queues.popitem(last=False)
+            jobs = [queue.popleft()]
+            if queue:
+                self._queues[tenant] = queue  # behind the other tenants
+            if jobs[0].step is not None:
+                for tenant in list(self._queues):
+                    self._join(tenant, jobs)
+            return jobs
+
+    def _join(self, tenant: str, jobs: list[_Job]) -> None:
+        """Move steps from the head of a tenant's queue to the batch, until one has to wait."""
+        queue = self._queues[tenant]
+        batch = [job.step for job in jobs if job.step is not None]
+        while queue and (step := queue[0].step) and execute.can_join(self.worker, batch, step):
+            jobs.append(queue.popleft())
+            batch.append(step)
+        if not queue:
+            del self._queues[tenant]
+
+
+def _outcome(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except BaseException as error:
+        return error
+
+
+def _settle(job: _Job, begun_ns: int, outcome: Any) -> None:
+    if isinstance(outcome, BaseException):
+        job.future.set_exception(outcome)
+    else:
+        job.future.set_result((outcome, (begun_ns - job.arrived_ns) // 1000))

@@ -1,4 +1,4 @@
-"""A step: find requests → check starts → reserve slots and pages → plan → run → commit.
+"""Steps: find requests → check starts → reserve slots and pages → plan → run → commit.
 
 Until the commit nothing that a reader can see has changed; a failure gives back what was reserved.
 """
@@ -6,6 +6,8 @@ Until the commit nothing that a reader can see has changed; a failure gives back
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +17,7 @@ from kvfold_client import wire
 from kvfold_kernels import plan as p
 from kvfold_service.caches import CompressorCache, Reservation
 from kvfold_service.errors import ServiceError
-from kvfold_service.runner import Work
+from kvfold_service.runner import NonFiniteError, Part, Work
 from kvfold_service.step import Step
 
 if TYPE_CHECKING:
@@ -24,41 +26,186 @@ if TYPE_CHECKING:
 I64 = NDArray[np.int64]
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """A step that somebody waits for."""
+
+    step: Step
+    tenant: str
+
+    @property
+    def keys(self) -> set[tuple[str, str]]:
+        return {(self.tenant, request.id) for request in self.step.requests}
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A step with its slots and pages reserved.
+
+    known, requests  its requests before and after; None: unknown, and without tokens so that it stays so
+    slots            int64 `[num_requests]` ring slots, −1 for those
+    active           int64, requests that have tokens
+    """
+
+    wanted: Wanted
+    known: list[Request | None]
+    requests: list[Request | None]
+    slots: I64
+    active: I64
+    held: Reservation
+
+    @property
+    def step(self) -> Step:
+        return self.wanted.step
+
+
 def step(worker: Worker, step: Step, tenant: str) -> dict[str, Any]:
-    """The step's reply. Raises ServiceError; then nothing has changed."""
+    """One step alone. Raises ServiceError; then nothing has changed."""
+    (outcome,) = steps(worker, [Wanted(step, tenant)])
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome
+
+
+def can_join(worker: Worker, batch: list[Wanted], other: Wanted) -> bool:
+    """Whether a step may run with these: other requests, the same dtypes, and few enough rows to bring together."""
+    rows = sum(wanted.step.num_tokens for wanted in batch) + other.step.num_tokens
+    if rows > worker.runner.most_merged_rows:
+        return False
+    dtypes = {name: tensor.dtype for wanted in batch for name, tensor in wanted.step.tensors.items()}
+    if any(dtypes.get(name, tensor.dtype) != tensor.dtype for name, tensor in other.step.tensors.items()):
+        return False
+    return all(other.keys.isdisjoint(wanted.keys) for wanted in batch)
+
+
+def steps(worker: Worker, batch: Sequence[Wanted]) -> list[dict[str, Any] | BaseException]:
+    """Run steps of different requests as one batch; the reply of each, or why it was refused.
+
+    A step that is refused changes nothing and does not touch the others: they run without it. If the kernels fail, the
+    steps are run one at a time, so that only those fail that must.
+    """
     began = time.perf_counter_ns()
     worker.reap()
-    known = [worker.requests.get((tenant, request.id)) for request in step.requests]
+    outcomes: dict[int, dict[str, Any] | BaseException] = {}
+    prepared: dict[int, _Prepared] = {}
+    for i, wanted in enumerate(batch):
+        try:
+            prepared[i] = _prepare(worker, wanted)
+        except Exception as error:
+            outcomes[i] = error
+    while prepared:
+        members = list(prepared.values())
+        try:
+            replies = _run(worker, members, began)
+        except NonFiniteError as error:
+            i = list(prepared)[error.member]
+            outcomes[i] = error.refusal
+            _undo(worker, prepared.pop(i))
+            continue
+        except BaseException as error:
+            for member in members:
+                _undo(worker, member)
+            if len(members) == 1:
+                outcomes[next(iter(prepared))] = error
+            else:
+                for i in prepared:
+                    (outcomes[i],) = steps(worker, [batch[i]])
+            break
+        outcomes.update(zip(prepared, replies, strict=True))
+        break
+    return [outcomes[i] for i in range(len(batch))]
+
+
+def _prepare(worker: Worker, wanted: Wanted) -> _Prepared:
+    """Check a step against the state and reserve what it needs. Raises ServiceError; then nothing is held."""
+    step = wanted.step
+    known = [worker.requests.get((wanted.tenant, request.id)) for request in step.requests]
     caches = [worker.caches.by_name[name] for name in step.tensors]
     _check_starts(step, known, caches)
     active = np.flatnonzero(np.diff(step.query_start_loc))
-    held = Reservation()
-    requests: list[Request | None] = []
+    requests = _find_slots(worker, step, known, active)
+    slots = np.array([request.slot if request else -1 for request in requests], np.int64)
+    prepared = _Prepared(wanted, known, requests, slots, active, Reservation())
     try:
-        requests = _find_slots(worker, step, known, active)
-        slots = np.array([request.slot if request else -1 for request in requests], np.int64)
-        _reserve_pages(worker, step, slots[active], caches, active, held)
-        plans = [_plan(cache, step, slots[active], active) for cache in caches]
-        planned = time.perf_counter_ns()
-        work = [Work(*item) for item in zip(caches, step.tensors.values(), plans, strict=True)]
-        ran = worker.runner.run(work)
+        _reserve_pages(worker, step, slots[active], caches, active, prepared.held)
     except BaseException:
-        held.give_back()
-        worker.free_slots.extend(new.slot for new, old in zip(requests, known, strict=False) if new and not old)
+        _undo(worker, prepared)
         raise
-    _commit(worker, step, tenant, known, requests, work, active)
-    skipped = [item.cache.name for item in work if not item.plan.boundary]
-    _count(worker, step, work, ran.launches, len(skipped))
+    return prepared
+
+
+def _undo(worker: Worker, prepared: _Prepared) -> None:
+    prepared.held.give_back()
+    new = (request for request, old in zip(prepared.requests, prepared.known, strict=True) if request and not old)
+    worker.free_slots.extend(request.slot for request in new)
+
+
+def _run(worker: Worker, members: list[_Prepared], began: int) -> list[dict[str, Any]]:
+    """Plan and run the members as one batch, and commit. Raises NonFiniteError, ServiceError."""
+    names = dict.fromkeys(name for member in members for name in member.step.tensors)
+    work = [_work(worker.caches.by_name[name], members) for name in names]
+    planned = time.perf_counter_ns()
+    ran = worker.runner.run(work)
+    for item in work:
+        item.plan.commit(item.cache.state)
+    timings = {"plan": (planned - began) // 1000, "copy": ran.copy_us, "kernel": ran.kernel_us}
+    _count(worker, members, work, ran.launches)
+    return [_committed(worker, member, ran.launches, timings) for member in members]
+
+
+def _work(cache: CompressorCache, members: list[_Prepared]) -> Work:
+    """The part of a batch that is one compressor's."""
+    carrying = [(i, member) for i, member in enumerate(members) if cache.name in member.step.tensors]
+    slots = np.concatenate([member.slots[member.active] for _, member in carrying])
+    lengths = np.concatenate([np.diff(member.step.query_start_loc)[member.active] for _, member in carrying])
+    drafts = np.concatenate([member.step.draft_tokens[member.active] for _, member in carrying])
+    loc = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=loc[1:])
+    plan = p.make_plan(
+        cache.compressor.geometry,
+        cache.state,
+        slots,
+        loc,
+        cache.page_table,
+        cache.page_entries,
+        drafts if drafts.any() else None,
+    )
+    parts = tuple(Part(i, member.step.tensors[cache.name], member.step.num_tokens) for i, member in carrying)
+    return Work(cache, parts, plan)
+
+
+def _committed(worker: Worker, member: _Prepared, launches: int, timings: dict[str, int]) -> dict[str, Any]:
+    """Make a step's requests known, and say what came of it."""
+    step, tenant, active = member.step, member.wanted.tenant, member.active
+    caches = [worker.caches.by_name[name] for name in step.tensors]
+    for cache in caches:
+        cache.drafts[member.slots[active]] = step.draft_tokens[active]
+    carried_with = dict.fromkeys(step.tensors, tuple(step.tensors))
+    for named, old, request in zip(step.requests, member.known, member.requests, strict=True):
+        if request is None:
+            continue
+        if named.num_tokens:
+            request.carried_with.update(carried_with)
+        if old is None:
+            worker.add((tenant, named.id), request)
+        else:
+            worker.renew(request)
     return {
         "version": wire.PROTOCOL_VERSION,
         "step_id": step.step_id,
         "epoch": worker.epoch.hex(),
         "compat": worker.compat,
-        "launches": ran.launches,
-        "skipped": skipped,
-        "requests": _parts(worker, step, tenant, slots, caches),
-        "timings_us": {"plan": (planned - began) // 1000, "copy": ran.copy_us, "kernel": ran.kernel_us},
+        "launches": launches,
+        "skipped": [cache.name for cache in caches if not _closes(step, cache)],
+        "requests": _parts(worker, step, tenant, member.slots, caches),
+        "timings_us": dict(timings),
     }
+
+
+def _closes(step: Step, cache: CompressorCache) -> bool:
+    """Whether the step closes a window of this compressor."""
+    starts = np.array([request.start for request in step.requests], np.int64)
+    return bool(p.has_boundary(starts, step.query_start_loc, cache.compressor.geometry.ratio))
 
 
 def _check_starts(step: Step, known: list[Request | None], caches: list[CompressorCache]) -> None:
@@ -121,47 +268,13 @@ def _reserve_pages(
             held.take(cache, int(slots[i]), int(need[i]))
 
 
-def _plan(cache: CompressorCache, step: Step, slots: I64, active: I64) -> p.Plan:
-    loc = step.query_start_loc
-    if len(active) + 1 < len(loc):  # requests without tokens take no part
-        loc = np.concatenate((loc[active], loc[-1:]))
-    drafts = step.draft_tokens[active]
-    geometry = cache.compressor.geometry
-    return p.make_plan(
-        geometry, cache.state, slots, loc, cache.page_table, cache.page_entries, drafts if drafts.any() else None
-    )
-
-
-def _commit(
-    worker: Worker,
-    step: Step,
-    tenant: str,
-    known: list[Request | None],
-    requests: list[Request | None],
-    work: list[Work],
-    active: I64,
-) -> None:
-    for item in work:
-        item.plan.commit(item.cache.state)
-        item.cache.drafts[item.plan.slots] = step.draft_tokens[active]
-    carried_with = dict.fromkeys(step.tensors, tuple(step.tensors))
-    for named, old, request in zip(step.requests, known, requests, strict=True):
-        if request is None:
-            continue
-        if named.num_tokens:
-            request.carried_with.update(carried_with)
-        if old is None:
-            worker.add((tenant, named.id), request)
-        else:
-            worker.renew(request)
-
-
-def _count(worker: Worker, step: Step, work: list[Work], launches: int, skipped: int) -> None:
-    worker.totals["steps"] += 1
-    worker.totals["tokens"] += step.num_tokens
+def _count(worker: Worker, members: list[_Prepared], work: list[Work], launches: int) -> None:
+    worker.totals["steps"] += len(members)
+    worker.totals["batches"] += 1
+    worker.totals["tokens"] += sum(member.step.num_tokens for member in members)
     worker.totals["entries"] += sum(item.plan.num_windows for item in work)
     worker.totals["launches"] += launches
-    worker.totals["skipped"] += skipped
+    worker.totals["skipped"] += sum(not item.plan.boundary for item in work)
 
 
 def _parts(worker: Worker, step: Step, tenant: str, slots: I64, caches: list[CompressorCache]) -> list[dict[str, Any]]:

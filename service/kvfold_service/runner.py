@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -25,12 +25,33 @@ log = logging.getLogger("kvfold")
 
 
 @dataclass(frozen=True)
+class Part:
+    """One step's rows for a compressor. `member` numbers the step in its batch; rows from num_tokens on are padding."""
+
+    member: int
+    tensor: wire.Tensor
+    num_tokens: int
+
+
+@dataclass(frozen=True)
 class Work:
-    """One compressor's part of a step."""
+    """One compressor's part of a batch. The plan's input rows are the parts' rows, one part behind the other."""
 
     cache: CompressorCache
-    tensor: wire.Tensor
+    parts: tuple[Part, ...]
     plan: p.Plan
+
+
+class NonFiniteError(Exception):
+    """The step `member` of the batch holds a value that no step may hold; the others may run without it."""
+
+    def __init__(self, work: Work, row: int, column: int) -> None:
+        super().__init__()
+        for part in work.parts:
+            if row < part.num_tokens:
+                break
+            row -= part.num_tokens
+        self.member, self.refusal = part.member, non_finite(work.cache, row, column)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +66,12 @@ class Ran:
 class Runner(Protocol):
     """Checks values and runs kernels, to their end.
 
-    Raises non_finite or step_failed; then rows and entries may have been written, but only where nothing is valid.
+    Raises NonFiniteError, or ServiceError step_failed; then rows and entries may have been written, but only where
+    nothing is valid.
     """
+
+    most_merged_rows: int
+    """Steps are brought together up to so many rows."""
 
     def run(self, work: Sequence[Work]) -> Ran: ...
 
@@ -82,18 +107,20 @@ def as_torch(tensor: wire.Tensor) -> torch.Tensor:
 
 
 class HostRunner:
-    """Rows are read where they lie."""
+    """The rows of a single step are read where they lie; those of several are copied together, so these are small."""
+
+    most_merged_rows = 1024
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
     def run(self, work: Sequence[Work]) -> Ran:
         began = time.perf_counter_ns()
-        rows = [as_torch(item.tensor) for item in work]
+        rows = [_together(item) for item in work]
         copied = time.perf_counter_ns()
         for item, tensor in zip(work, rows, strict=True):
             if found := self._backend.find_non_finite(tensor, item.plan.num_tokens):
-                raise non_finite(item.cache, *found)
+                raise NonFiniteError(item, *found)
         try:
             launches = sum(
                 self._backend.compress(
@@ -112,12 +139,19 @@ class HostRunner:
         return Ran(launches, (copied - began) // 1000, (done - copied) // 1000)
 
 
+def _together(work: Work) -> torch.Tensor:
+    if len(work.parts) == 1:
+        return as_torch(work.parts[0].tensor)
+    return torch.cat([as_torch(part.tensor)[: part.num_tokens] for part in work.parts])
+
+
 class DeviceRunner:
     """Rows and plans go to the device; everything runs on the current stream of the thread that first runs a step."""
 
     def __init__(self, backend: Backend, caches: Caches, max_step_bytes: int, max_step_tokens: int) -> None:
         assert backend.flag_non_finite is not None
         self._backend, self._flag = backend, backend.flag_non_finite
+        self.most_merged_rows = max_step_tokens
         self._copied, self._done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         self._began = torch.cuda.Event(enable_timing=True)
         device = backend.device
@@ -138,7 +172,7 @@ class DeviceRunner:
         flags = self._flags_host.numpy()
         for i, item in enumerate(work):
             if flags[i] != p.ALL_FINITE:
-                raise non_finite(item.cache, *divmod(int(flags[i]), item.cache.compressor.geometry.row_width))
+                raise NonFiniteError(item, *divmod(int(flags[i]), item.cache.compressor.geometry.row_width))
         copy_us = self._began.elapsed_time(self._copied) * 1000
         return Ran(launches, round(copy_us), round(self._copied.elapsed_time(self._done) * 1000))
 
@@ -174,13 +208,17 @@ class DeviceRunner:
     def _send_rows(self, work: Sequence[Work]) -> list[torch.Tensor]:
         end, views = 0, []
         for item in work:
-            source = as_torch(item.tensor)
-            num_bytes = source.numel() * source.element_size()
+            width, num_tokens = item.cache.compressor.geometry.row_width, item.plan.num_tokens
+            dtype = TORCH_DTYPES[item.parts[0].tensor.dtype]
             start = -(-end // wire.FRAME_ALIGN) * wire.FRAME_ALIGN
-            end = start + num_bytes
-            target = self._rows[start:end].view(source.dtype).view(source.shape)
-            target.copy_(source, non_blocking=True)
-            views.append(target)
+            end = start + num_tokens * width * dtype.itemsize
+            rows = self._rows[start:end].view(dtype).view(num_tokens, width)
+            filled = 0
+            for part in item.parts:
+                source = as_torch(part.tensor)[: part.num_tokens]
+                rows[filled : filled + part.num_tokens].copy_(source, non_blocking=True)
+                filled += part.num_tokens
+            views.append(rows)
         return views
 
 
@@ -195,6 +233,7 @@ def _plan_ints(cache: CompressorCache, num_rings: int, max_step_tokens: int) -> 
 def pin(block: memoryview) -> None:
     """Page-lock host memory, so that copies from it do not wait."""
     address = np.frombuffer(block, np.uint8).ctypes.data
-    result = torch.cuda.cudart().cudaHostRegister(address, len(block), 0)
+    runtime: Any = torch.cuda.cudart()
+    result = runtime.cudaHostRegister(address, len(block), 0)
     if int(result):
         log.warning("staging could not be pinned (%s); copies will be slower", result)

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from kvfold_client import wire
 from kvfold_kernels import plan as p
-from kvfold_kernels.pages import write_rows
 from kvfold_service import execute
 from kvfold_service.caches import TORCH_DTYPES, CompressorCache, Reservation
 from kvfold_service.errors import ServiceError
@@ -164,7 +163,5 @@ def _import_one(cache: CompressorCache, slot: int, part: ImportPart, rows: torch
     cache.state[:, slot] = (part.committed, geometry.live_start(part.committed), 0)
     cache.rings[slot, : len(rows)] = rows.to(cache.rings.dtype)
     if part.entries is not None and part.entries.shape[0]:
-        entries = torch.from_numpy(np.frombuffer(part.entries.data, np.uint8).reshape(part.entries.shape).copy())
-        slots = cache.entry_slots(slot, int(cache.first_entry[slot]), geometry.num_entries(part.committed))
-        device = cache.group.pages.device
-        write_rows(cache.group.pages, torch.from_numpy(slots).to(device), cache.group.layout, entries.to(device))
+        entries = np.frombuffer(part.entries.data, np.uint8).reshape(part.entries.shape)
+        cache.put_page_free_rows(slot, int(cache.first_entry[slot]), entries)

@@ -82,7 +82,16 @@ class Worker:
             draft_slack=manifest.draft_slack,
         )
         self.entry_bytes = {c.name: c.group.layout.format.entry_bytes for c in self.caches.compressors}
-        self.totals = {"steps": 0, "tokens": 0, "entries": 0, "launches": 0, "skipped": 0, "released": 0, "expired": 0}
+        self.totals = {
+            "steps": 0,
+            "batches": 0,
+            "tokens": 0,
+            "entries": 0,
+            "launches": 0,
+            "skipped": 0,
+            "released": 0,
+            "expired": 0,
+        }
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
