@@ -440,3 +440,27 @@ def test_values_that_no_step_may_hold_are_found(backend, kind, dtype):
     rows[[9, 9, 680], [5, 2, 0]] = NAN
     assert backend.find_non_finite(rows, 700) == (9, 2)
     assert backend.find_non_finite(rows, 0) is None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["a plain cache for packed entries", "packed pages for plain entries", "fp32 rows for bf16 rings", "other rows"],
+)
+def test_operands_of_another_layout_are_refused(backend, wrong) -> None:
+    """A kernel that writes by address must not be handed a cache of another layout; nothing is written then."""
+    packed, plain = cases.make_compressor("csa", "fp8_ds_mla"), cases.make_compressor("csa", "bf16")
+    holder = cases.Holder(packed, backend, num_rings=1, num_pages=2)
+    rows = cases.make_rows(packed.geometry, 8)
+    match wrong:
+        case "a plain cache for packed entries":
+            holder.pages = torch.full((2, plain.layout.page_bytes), 0xFF, dtype=torch.uint8)
+        case "packed pages for plain entries":
+            holder.compressor = plain
+        case "fp32 rows for bf16 rings":
+            rows, holder.rings = rows.float(), holder.rings.to(torch.bfloat16)
+        case "other rows":
+            rows = cases.make_rows(cases.make_compressor("indexer", "indexer_fp8").geometry, 8)
+    with pytest.raises(ValueError, match=r"must be|cannot go"):
+        holder.step([(0, 8)], rows)
+    assert (holder.pages == 0xFF).all()
+    assert holder.rings.isnan().all()

@@ -4,9 +4,24 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from kvfold_kernels.compress import CompressFn, FindNonFiniteFn, FlagNonFiniteFn
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFlags:
+    """How a device says that a value is not finite: `raise_for` lowers a flag of `dtype` from `no_flag`."""
+
+    raise_for: FlagNonFiniteFn
+    no_flag: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.int32 if self.no_flag < 2**31 else torch.int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +32,10 @@ class Backend:
     device: str
     compress: CompressFn
     find_non_finite: FindNonFiniteFn
-    flag_non_finite: FlagNonFiniteFn | None = None
+    flags: DeviceFlags | None = None
     """Devices only."""
+    reserve_scratch: Callable[[torch.device, int, int], object] | None = None
+    """Take now what steps of up to (device, num_windows, head_dim) will need; None: nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +48,9 @@ class _Row:
 
 
 _TABLE = (
+    # Not automatic: its kernels are proven on an H200, a worker on them is not yet.
+    _Row("cute", "kvfold_kernels.compress.cute", ("torch", "tvm_ffi"), "cuda", automatic=False),
+    _Row("triton", "kvfold_kernels.compress.triton", ("torch", "triton"), "cuda", automatic=True),
     _Row("cpu", "kvfold_kernels.compress.cpu", ("torch", "numba"), "cpu", automatic=True),
     _Row("reference", "kvfold_kernels.compress.reference", ("torch",), "cpu", automatic=False),
 )
@@ -50,6 +70,10 @@ def why_not(name: str) -> str | None:
     for module in row.needs:
         if importlib.util.find_spec(module) is None:
             return f"backend {name} needs the package {module}, which is not installed"
+    if row.device == "cuda" and not torch.cuda.is_available():
+        return f"backend {name} needs a CUDA or ROCm device, and torch {torch.__version__} finds none"
+    if name == "cute" and (reason := importlib.import_module(row.module).why_not()):
+        return f"backend cute {reason}"
     return None
 
 
@@ -73,5 +97,6 @@ def load(name: str = "auto") -> Backend:
 
 def _load(row: _Row) -> Backend:
     module = importlib.import_module(row.module)
-    flag = getattr(module, "flag_non_finite", None)
-    return Backend(row.name, row.device, module.compress, module.find_non_finite, flag)
+    flags = DeviceFlags(module.flag_non_finite, module.NO_FLAG) if row.device == "cuda" else None
+    scratch = getattr(module, "reserve_scratch", None)
+    return Backend(row.name, row.device, module.compress, module.find_non_finite, flags, scratch)

@@ -51,9 +51,6 @@ APPEND_RING: Final = 1
 APPEND_FIELDS: Final = 2
 
 
-ALL_FINITE: Final = 2**63 - 1
-"""What a flag of values that are not finite holds when there is none; else the flat index of one of them."""
-
 # Rows of a ring state, int64 `[3, num_rings]`: one column a request slot.
 COMMITTED: Final = 0
 """Tokens seen."""

@@ -11,7 +11,9 @@ from kvfold_kernels.geometry import KINDS, Geometry
 from tests.bench.measure import median_us
 
 
-def by_request(geometry: Geometry, state: np.ndarray, loc: list[int], table: list[list[int]], n: int) -> list[list[int]]:
+def by_request(
+    geometry: Geometry, state: np.ndarray, loc: list[int], table: list[list[int]], n: int
+) -> list[list[int]]:
     """Windows of a batch as a scheduler without numpy would list them: one request, one window at a time."""
     windows = []
     ratio, rows = geometry.ratio, geometry.window_rows

@@ -17,6 +17,7 @@ from collections.abc import Callable
 import torch
 
 from kvfold_kernels.compressor import Compressor
+from kvfold_kernels.plan import APPEND_FIELDS, WINDOW_FIELDS
 
 CompressFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Compressor], int]
 """compress(windows, appends, kv_score, rings, pages, compressor) → launches.
@@ -38,7 +39,38 @@ NaN anywhere, ±∞ in kv, +∞ in score; −∞ in score is a weight of 0. Rows
 FlagNonFiniteFn = Callable[[torch.Tensor, int, torch.Tensor], None]
 """flag_non_finite(kv_score, num_tokens, flag): the same on a device, without waiting for it.
 
-flag int64 `[1]` becomes the smaller of itself and the flat index (row · row_width + column) of the first such value.
+flag `[1]`, int32 or int64 as the backend's NO_FLAG (the largest of its dtype) says, becomes the smaller of itself and
+the flat index (row · row_width + column) of the first such value.
 """
 
-__all__ = ["CompressFn", "FindNonFiniteFn", "FlagNonFiniteFn"]
+
+def check_operands(
+    windows: torch.Tensor,
+    appends: torch.Tensor,
+    kv_score: torch.Tensor,
+    rings: torch.Tensor,
+    pages: torch.Tensor,
+    compressor: Compressor,
+) -> None:
+    """Raises ValueError for operands that are not what `CompressFn` says: a backend writes by address, not by trust."""
+    geometry, layout = compressor.geometry, compressor.layout
+    width = geometry.row_width
+    if kv_score.ndim != 2 or kv_score.shape[1] != width or not kv_score.is_contiguous():
+        raise ValueError(f"kv_score must be contiguous [num_rows, {width}], not {list(kv_score.shape)}")
+    if rings.shape[1:] != (geometry.ring_rows, width) or not rings.is_contiguous():
+        raise ValueError(f"rings must be contiguous [n, {geometry.ring_rows}, {width}], not {list(rings.shape)}")
+    if pages.ndim != 2 or pages.shape[1] != layout.page_bytes or pages.dtype != torch.uint8 or pages.stride(1) != 1:
+        raise ValueError(
+            f"pages of {layout.format.name} must be uint8 [n, {layout.page_bytes}], "
+            f"not {pages.dtype} {list(pages.shape)}"
+        )
+    if kv_score.dtype not in _INPUTS or rings.dtype not in (torch.float32, kv_score.dtype):
+        raise ValueError(f"{kv_score.dtype} rows cannot go into {rings.dtype} rings")
+    for name, plan, fields in (("windows", windows, WINDOW_FIELDS), ("appends", appends, APPEND_FIELDS)):
+        if plan.ndim != 2 or plan.shape[0] != fields or plan.dtype != torch.int32:
+            raise ValueError(f"{name} must be int32 [{fields}, n], not {plan.dtype} {list(plan.shape)}")
+
+
+_INPUTS = (torch.bfloat16, torch.float32)
+
+__all__ = ["CompressFn", "FindNonFiniteFn", "FlagNonFiniteFn", "check_operands"]

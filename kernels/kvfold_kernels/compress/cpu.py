@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from kvfold_kernels import geometry as g
+from kvfold_kernels.compress import check_operands
 from kvfold_kernels.compress import cpu_kernels as kernels
 from kvfold_kernels.compress.cpu_encode import FORMATS
 from kvfold_kernels.compress.cpu_jit import SPEC
@@ -128,7 +129,8 @@ def compress(
     pages: torch.Tensor,
     compressor: Compressor,
 ) -> int:
-    """See `kvfold_kernels.compress.compress`."""
+    """See `kvfold_kernels.compress.CompressFn`."""
+    check_operands(windows, appends, kv_score, rings, pages, compressor)
     num_windows, num_appends = windows.shape[1], appends.shape[1]
     data = kv_score.data_ptr(), kv_score.dtype is torch.bfloat16, rings.data_ptr(), rings.dtype is torch.bfloat16
     if num_windows:

@@ -1,9 +1,9 @@
-"""The definition of `compress`: one window at a time, numpy, fp32 in the canonical order or fp64. Never picked by itself.
+"""The definition of `compress`: one window at a time, in numpy, fp32 in the canonical order or fp64. Never automatic.
 
 Canonical order (fp32). fma(a, b, c) = a·b + c with one rounding; exp is rounded once; everything else rounds each step.
 
-    pool      rows in ascending order in G groups of K / G consecutive rows (G = 8 for one half, else 1). Per column and group:
-              m_g = max s;  l_g = Σ e,  o_g = Σ fma(e, kv),  e = exp(s − m_g), l_g += e, o_g = fma(e, kv, o_g), both from 0
+    pool      G groups of K / G consecutive rows (G = 8 for one half, else 1). Per column and group:
+              m_g = max s;  over the rows, ascending: e = exp(s − m_g), l_g = l_g + e, o_g = fma(e, kv, o_g), both from 0
               m = max m_g;  a_g = exp(m_g − m);  L = fma(l_g, a_g, L), O = fma(o_g, a_g, O), g ascending, both from 0
               c = O / L
               A maximum of −∞ counts as 0 in s − m (so e = 0); L = 0 gives c = 0; o_g and c are clamped to ±max fp32.
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from kvfold_kernels import plan as p
+from kvfold_kernels.compress import check_operands
 from kvfold_kernels.compressor import Compressor
 from kvfold_kernels.entry import encode
 from kvfold_kernels.geometry import GROUPS, LEAF
@@ -140,7 +141,8 @@ def compress(
     pages: torch.Tensor,
     compressor: Compressor,
 ) -> int:
-    """See `kvfold_kernels.compress.compress`."""
+    """See `kvfold_kernels.compress.CompressFn`."""
+    check_operands(windows, appends, kv_score, rings, pages, compressor)
     if windows.shape[1]:
         rows = compress_rows(windows, kv_score, rings, compressor)
         values, scales = encode(torch.from_numpy(rows), compressor)
