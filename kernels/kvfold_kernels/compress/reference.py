@@ -3,7 +3,7 @@
 Canonical order (fp32). fma(a, b, c) = a·b + c with one rounding; exp is rounded once; everything else rounds each step.
 
     pool      G groups of K / G consecutive rows (G = 8 for one half, else 1). Per column and group:
-              m_g = max s;  over the rows, ascending: e = exp(s − m_g), l_g = l_g + e, o_g = fma(e, kv, o_g), both from 0
+              m_g = max s;  rows ascending: e = exp(s − m_g), l_g = l_g + e, o_g = fma(e, kv, o_g), both from 0
               m = max m_g;  a_g = exp(m_g − m);  L = fma(l_g, a_g, L), O = fma(o_g, a_g, O), g ascending, both from 0
               c = O / L
               A maximum of −∞ counts as 0 in s − m (so e = 0); L = 0 gives c = 0; o_g and c are clamped to ±max fp32.
