@@ -30,10 +30,11 @@ FORMATS = (
     ("indexer", "fp32"),
 )
 MAX_POSITION = 8192
+ROPE = Rope()
 _TABLES: dict[tuple[Rope, int], torch.Tensor] = {}
 
 
-def rope_table(rope: Rope = Rope(), max_position: int = MAX_POSITION) -> torch.Tensor:
+def rope_table(rope: Rope = ROPE, max_position: int = MAX_POSITION) -> torch.Tensor:
     if (rope, max_position) not in _TABLES:
         _TABLES[rope, max_position] = torch.from_numpy(rope.table(max_position))
     return _TABLES[rope, max_position]
@@ -46,7 +47,7 @@ def make_compressor(
     seed: int = 0,
     page_entries: int | None = None,
     page_bytes: int | None = None,
-    rope: Rope = Rope(),
+    rope: Rope = ROPE,
     draft_slack: int = 8,
     ratio: int | None = None,
     max_position: int = MAX_POSITION,

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pytest
@@ -222,7 +224,7 @@ def read(worker: Worker, handles: list[str], tenant: str = "") -> list[dict[str,
 
 
 def page_entries(cache: CompressorCache, page: dict[str, Any]) -> np.ndarray:
-    """The entries of a page of a reply that are valid and held, as page-free rows; all else in the page must be zero."""
+    """The valid entries of a page of a reply, as page-free rows, without those not held; all else must be zero."""
     layout, held = cache.group.layout, slice(page.get("first_entry", 0), page["num_entries"])
     data = np.frombuffer(page["data"], np.uint8)
     assert page["shape"] == [layout.page_bytes] == [len(data)]
@@ -315,21 +317,49 @@ class Gate:
 
 
 class Process:
-    """`python -m kvfold_service` on a free port."""
+    """`python -m kvfold_service` on a free port; it does not wait long for its pages to be read."""
 
-    def __init__(self, folder: Path, *flags: str, manifest: dict[str, Any] = SMALL, backend: str = "cpu") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *flags: str,
+        manifest: dict[str, Any] = SMALL,
+        backend: str = "cpu",
+        module: str = "kvfold_service",
+        log: str | None = None,
+        **environment: str,
+    ) -> None:
         (folder / "small.json").write_text(json.dumps(manifest))
-        command = [sys.executable, "-m", "kvfold_service", "--manifest", str(folder / "small.json")]
+        command = [sys.executable, "-m", module, "--manifest", str(folder / "small.json")]
         command += ["--weights", "random:1", "--backend", backend, "--port", "0", *flags]
-        with (folder / "log").open("w") as log:
-            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        self.log = folder / "log" if log is None else Path(log)
+        environment = {**os.environ, "KVFOLD_DRAIN_SECONDS": "1", **environment}
+        with self.log.open("a") as file:
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True, env=environment)
         self.ready_line = self.process.stdout.readline()
-        found = re.fullmatch(r"ready (http://127\.0\.0\.1:(\d+)) backend=(\w+) compat=([0-9a-f]+)\n", self.ready_line)
-        assert found, (self.ready_line, (folder / "log").read_text())
-        self.url, self.port, self.backend, self.compat = found[1], int(found[2]), found[3], found[4]
+        found = re.fullmatch(
+            r"ready (https?://127\.0\.0\.1:(\d+)) backend=(\w+) compat=([0-9a-f]+)(?: metrics=(\S+))?\n",
+            self.ready_line,
+        )
+        assert found, (self.ready_line, log or self.log.read_text())
+        self.url, self.port, self.backend, self.compat, self.metrics = found[1], int(found[2]), *found.group(3, 4, 5)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Whatever happened, it does not live on."""
+        self.process.kill()
+        self.wait()
+
+    def signal(self, number: int = signal.SIGTERM) -> None:
+        self.process.send_signal(number)
+
+    def wait(self) -> int:
+        with self.process:
+            return self.process.wait(30)
 
     def end(self) -> int:
         """Exit code after SIGTERM."""
-        self.process.terminate()
-        with self.process:
-            return self.process.wait(30)
+        self.signal()
+        return self.wait()

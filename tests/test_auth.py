@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvfold_service.auth import ANYONE, ROLES, Caller, Tokens
+from kvfold_service.quotas import Quota
 from tests.service_cases import no_start, refused
 
 PREFILL, DECODE, ROOT = "prefill-0123456789", "decode-0123456789a", "root-0123456789abc"
@@ -86,6 +87,33 @@ def test_the_sentence_does_not_say_the_token_or_the_folder(tmp_path):
     assert str(tmp_path) not in str(caught.value)
     with no_start("--token-file", "missing"):
         Tokens(tmp_path / "missing")
+
+
+def test_quotas_are_a_tenant_s(tmp_path):
+    """On any of its lines, and the same wherever they are said again."""
+    file = f"{PREFILL} team-a step requests=4 queue=2\n{DECODE} team-a pull pages=0 queue=2\n{ROOT} team-b admin\n"
+    assert tokens(tmp_path, file).quotas == {"team-a": Quota(requests=4, pages=0, queue=2)}
+    assert Tokens(None).quotas == {}
+
+
+@pytest.mark.parametrize(
+    ("quotas", "words"),
+    [
+        (("pages", ""), ("line 1", "'pages'")),
+        (("pages=", ""), ("line 1",)),
+        (("pages=-1", ""), ("line 1",)),
+        (("pages=1.5", ""), ("line 1",)),
+        (("pages=²", ""), ("line 1",)),
+        ((f"pages={10**30}", ""), ("line 1",)),
+        (("pages=1 pages=1", ""), ("line 1",)),
+        (("tokens=1", ""), ("line 1", "requests, pages, queue, staging")),
+        (("pages=1", "pages=2"), ("line 2", "team-a", "pages")),
+    ],
+)
+def test_bad_quotas_stop_the_start(tmp_path, quotas, words):
+    first, second = quotas
+    with no_start("--token-file", *words):
+        tokens(tmp_path, f"{PREFILL} team-a step {first}\n{DECODE} team-a pull {second}\n")
 
 
 def test_a_token_belongs_to_one_tenant(tmp_path):

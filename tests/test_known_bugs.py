@@ -13,6 +13,7 @@ import torch
 
 from kvfold_kernels import plan as p
 from kvfold_kernels.geometry import KINDS, Geometry
+from tests import cases
 from tests.cases import make_rows
 from tests.checks import assert_bits
 from tests.conftest import (
@@ -450,7 +451,7 @@ def test_operands_of_another_layout_are_refused(backend, wrong) -> None:
     """A kernel that writes by address must not be handed a cache of another layout; nothing is written then."""
     packed, plain = cases.make_compressor("csa", "fp8_ds_mla"), cases.make_compressor("csa", "bf16")
     holder = cases.Holder(packed, backend, num_rings=1, num_pages=2)
-    rows = cases.make_rows(packed.geometry, 8)
+    rows = make_rows(packed.geometry, 8)
     match wrong:
         case "a plain cache for packed entries":
             holder.pages = torch.full((2, plain.layout.page_bytes), 0xFF, dtype=torch.uint8)
@@ -459,7 +460,7 @@ def test_operands_of_another_layout_are_refused(backend, wrong) -> None:
         case "fp32 rows for bf16 rings":
             rows, holder.rings = rows.float(), holder.rings.to(torch.bfloat16)
         case "other rows":
-            rows = cases.make_rows(cases.make_compressor("indexer", "indexer_fp8").geometry, 8)
+            rows = make_rows(cases.make_compressor("indexer", "indexer_fp8").geometry, 8)
     with pytest.raises(ValueError, match=r"must be|cannot go"):
         holder.step([(0, 8)], rows)
     assert (holder.pages == 0xFF).all()

@@ -48,6 +48,24 @@ class Lender(RuleBasedStateMachine):
             self.next_mark = self.next_mark % 255 + 1
 
     @precondition(lambda self: self.lent)
+    @rule(data=st.data(), more=st.integers(1, PAGE))
+    def grow(self, data, more):
+        mark = data.draw(st.sampled_from(sorted(self.lent)))
+        before = self.lent[mark]
+        others = [extent for other, extent in self.lent.items() if other != mark]
+        behind = min((extent.start for extent in others if extent.start >= before.stop), default=self.staging.num_bytes)
+        wanted = -(-(len(before.view) + more) // FRAME_ALIGN) * FRAME_ALIGN
+        fits = behind - before.start >= wanted or largest_hole([*others, before], self.staging.num_bytes) >= wanted
+        grown = self.staging.grow(before, len(before.view) + more)
+        assert (grown is not None) == fits
+        if grown is not None:
+            assert bytes(grown.view[: len(before.view)]) == bytes([mark]) * len(before.view)
+            assert len(grown.view) == wanted
+            assert grown.start == before.start or behind - before.start < wanted
+            grown.view[:] = bytes([mark]) * wanted
+            self.lent[mark] = grown
+
+    @precondition(lambda self: self.lent)
     @rule(data=st.data())
     def give_back(self, data):
         mark = data.draw(st.sampled_from(sorted(self.lent)))

@@ -119,6 +119,7 @@ def import_(id: str, exported: Exported) -> Call[RequestState]:
             "open_rows": to_wire(state.open_rows),
             "open_positions": to_wire(state.open_positions),
             **_given(entries=None if state.entries is None else to_wire(state.entries)),
+            **({"first_entry": state.first_entry} if state.first_entry else {}),
         }
         for name, state in exported.compressors.items()
     }

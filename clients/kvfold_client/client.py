@@ -12,6 +12,7 @@ import httpx
 from . import calls
 from .calls import Call
 from .exchange import ENCODINGS, Conversation, Outgoing, converse, probe
+from .heartbeat import AsyncHeartbeat, Heartbeat
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -93,6 +94,10 @@ class Client(_Base):
     manifest = _now(calls.manifest)
     stats = _now(calls.stats)
 
+    def heartbeat(self, *ids: str, seconds: float = 30.0) -> Heartbeat:
+        """Keeps requests alive while a `with` lasts, on a thread; see `heartbeat`."""
+        return Heartbeat(self.lease, ids, seconds)
+
     def live(self) -> bool:
         """Whether the worker's process answers."""
         return self._run(probe("/livez"))
@@ -154,6 +159,10 @@ class AsyncClient(_Base):
     import_ = _awaited(calls.import_)
     manifest = _awaited(calls.manifest)
     stats = _awaited(calls.stats)
+
+    def heartbeat(self, *ids: str, seconds: float = 30.0) -> AsyncHeartbeat:
+        """Keeps requests alive while an `async with` lasts, as a task; see `heartbeat`."""
+        return AsyncHeartbeat(self.lease, ids, seconds)
 
     async def live(self) -> bool:
         """Whether the worker's process answers."""

@@ -72,6 +72,8 @@ class ExportedCompressor:
     """float32, or uint16 with bf16's bits: [num_rows, row_width], what later windows still need."""
     open_positions: np.ndarray
     """int64 [num_rows]."""
+    first_entry: int = 0
+    """The entry that the first row of `entries` is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +148,7 @@ def _exported_compressor(name: str, state: Mapping[str, Any]) -> ExportedCompres
         entries=None if entries is None else from_wire(tensor_of(entries, f"the entries of {name}")),
         open_rows=from_wire(tensor_of(state["open_rows"], f"the open rows of {name}")),
         open_positions=_integers(positions, f"the open positions of {name}"),
+        first_entry=state.get("first_entry", 0),
     )
 
 

@@ -1,7 +1,7 @@
-"""Who may call: bearer tokens, their tenants and roles.
+"""Who may call: bearer tokens, their tenants, roles and quotas.
 
-A token file has one token a line, `TOKEN TENANT ROLE[,ROLE…]`; # starts a comment. Several tokens of one tenant may be
-active at a time. A tenant's name comes from its token, never from a request.
+A token file has one token a line, `TOKEN TENANT ROLE[,ROLE…] [QUOTA=NUMBER…]`; # starts a comment. Several tokens of
+one tenant may be active at a time. A tenant's name comes from its token, never from a request.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from kvfold_service import quotas
 from kvfold_service.errors import ServiceError, StartError
+from kvfold_service.quotas import Quota
 from kvfold_service.step import ID
 
 ROLES: Final = ("step", "pull", "admin")
@@ -33,23 +35,21 @@ ANYONE: Final = Caller("", frozenset(ROLES))
 
 
 class Tokens:
-    """Bearer tokens of a file, or none: then every caller is trusted."""
+    """Bearer tokens of a file, or none: then every caller is trusted. `quotas` by tenant."""
 
     def __init__(self, path: Path | None) -> None:
         self._callers: list[tuple[bytes, Caller]] | None = None
+        self.quotas: dict[str, Quota] = {}
         if path is not None:
             try:
-                lines = path.read_text(encoding="utf-8").splitlines()
-            except (OSError, UnicodeDecodeError) as error:
-                raise StartError(f"--token-file {path.name} cannot be read: {type(error).__name__}") from None
-            rows = [(number, line.split("#")[0].split()) for number, line in enumerate(lines, 1)]
-            self._callers = [_parse(path.name, number, words) for number, words in rows if words]
-            if not self._callers:
-                raise StartError(f"--token-file {path.name} holds no token")
-            lines_of: dict[str, int] = {}
-            for number, words in rows:
-                if words and (first := lines_of.setdefault(words[0], number)) != number:
-                    raise StartError(f"--token-file {path.name} line {number} repeats the token of line {first}")
+                self._read(path)
+            except _LineError as error:
+                raise StartError(f"--token-file {path.name}{error}") from None
+
+    @property
+    def secrets(self) -> list[str]:
+        """What no log may show."""
+        return [token.decode() for token, _ in self._callers or ()]
 
     def caller(self, authorization: str | None) -> Caller:
         """The caller of an Authorization header. Raises unauthorized. Every token is compared, in constant time."""
@@ -64,11 +64,43 @@ class Tokens:
             raise ServiceError("unauthorized", "send a valid token: Authorization: Bearer …")
         return found
 
+    def _read(self, path: Path) -> None:
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise _LineError(f" cannot be read: {type(error).__name__}") from None
+        rows = [(number, line.split("#")[0].split()) for number, line in enumerate(lines, 1)]
+        rows = [(number, words) for number, words in rows if words]
+        self._callers = [_parse(number, words) for number, words in rows]
+        if not rows:
+            raise _LineError(" holds no token")
+        lines_of: dict[str, int] = {}
+        given: dict[str, dict[str, int]] = {}
+        for number, words in rows:
+            if (first := lines_of.setdefault(words[0], number)) != number:
+                raise _LineError(f" line {number} repeats the token of line {first}")
+            own = given.setdefault(words[1], {})
+            for name, limit in _quotas(number, words[3:]).items():
+                if own.setdefault(name, limit) != limit:
+                    raise _LineError(f" line {number} gives tenant {words[1]} another quota of {name} than before")
+        self.quotas = {tenant: Quota(**own) for tenant, own in given.items() if own}
 
-def _parse(file: str, number: int, words: list[str]) -> tuple[bytes, Caller]:
-    if len(words) != 3 or not ID.fullmatch(words[1]) or len(words[0]) < 16:
-        raise StartError(f"--token-file {file} line {number} must be: TOKEN (16 characters or more) TENANT ROLE[,ROLE]")
+
+class _LineError(Exception):
+    """What is wrong with the file, behind its name."""
+
+
+def _parse(number: int, words: list[str]) -> tuple[bytes, Caller]:
+    if len(words) < 3 or not ID.fullmatch(words[1]) or len(words[0]) < 16:
+        raise _LineError(f" line {number} must be: TOKEN (16 characters or more) TENANT ROLE[,ROLE] [QUOTA=NUMBER]")
     roles = frozenset(words[2].split(","))
     if not roles <= set(ROLES):
-        raise StartError(f"--token-file {file} line {number}: roles are {', '.join(ROLES)}")
+        raise _LineError(f" line {number}: roles are {', '.join(ROLES)}")
     return words[0].encode(), Caller(words[1], roles)
+
+
+def _quotas(number: int, words: list[str]) -> dict[str, int]:
+    try:
+        return quotas.parse(words)
+    except ValueError as error:
+        raise _LineError(f" line {number}: {error}") from None

@@ -32,6 +32,8 @@ class PagePool:
         self.owner_slot: I32 = np.full(num_pages, FREE, np.int32)
         self.owner_compressor: I32 = np.full(num_pages, FREE, np.int32)
         self.owner_page_idx: I32 = np.full(num_pages, FREE, np.int32)
+        self.unread: NDArray[np.bool_] = np.zeros(num_pages, bool)
+        """Owned pages that nobody has fetched since they were taken, or since an entry was withdrawn from them."""
         # [0, num_free) of `_free` are free pages; the last freed is the first taken.
         self._free: I32 = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
         self.num_free = num_pages
@@ -48,6 +50,7 @@ class PagePool:
         self.owner_slot[pages] = slot
         self.owner_compressor[pages] = compressor
         self.owner_page_idx[pages] = np.arange(first_page_idx, first_page_idx + count)
+        self.unread[pages] = True
         return pages
 
     def release(self, pages: I32) -> None:
@@ -56,12 +59,14 @@ class PagePool:
         self.withdraw(pages)
         for owner in (self.owner_slot, self.owner_compressor, self.owner_page_idx):
             owner[pages] = FREE
+        self.unread[pages] = False
         self._free[self.num_free : self.num_free + len(pages)] = pages[::-1]
         self.num_free += len(pages)
 
     def withdraw(self, pages: I32) -> None:
         """Make every handle to these pages stale; the owner stays."""
         self.generation[pages] += 1
+        self.unread[pages] = True
 
     def check_integrity(self) -> None:
         """Every page is free once, or owned; raises AssertionError."""
@@ -71,6 +76,7 @@ class PagePool:
         is_free[free] = True
         for owner in (self.owner_slot, self.owner_compressor, self.owner_page_idx):
             assert bool(((owner == FREE) == is_free).all()), "a page is free and owned, or neither"
+        assert not bool((self.unread & is_free).any()), "a free page waits to be read"
 
 
 @dataclass(frozen=True, slots=True)

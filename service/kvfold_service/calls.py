@@ -80,7 +80,8 @@ def parse_import(body: Mapping[str, Any], rules: StepRules, entry_bytes: Mapping
     for name, part in parts.items():
         if not isinstance(part, dict):
             raise malformed("a compressor must be a map of committed, open_rows, open_positions and entries")
-        expect_fields(part, "a compressor", {"committed", "open_rows", "open_positions"}, {"entries"})
+        expect_fields(part, "a compressor", {"committed", "open_rows", "open_positions"}, {"entries", "first_entry"})
+        expect_int(part.get("first_entry", 0), f"first_entry of {name[:128]}", 0)
         expect_int(part["committed"], f"committed of {name[:128]}", 0)
         for field in {"open_rows", "entries"} & part.keys():
             expect_tensor(part[field], f"{field} of {name[:128]}")
@@ -104,21 +105,24 @@ def _import_part(name: str, part: Mapping[str, Any], rules: StepRules, entry_byt
     rows = input_tensor(name, part["open_rows"], committed - first, rules)
     entries = None
     if "entries" in part:
-        entries = _entries(name, part["entries"], geometry.num_entries(committed), entry_bytes[name])
+        entries = _entries(name, part, geometry.num_entries(committed), entry_bytes[name])
     positions = integers(part["open_positions"], "open_positions", "bad_positions")
     if not np.array_equal(positions, np.arange(first, committed)):
         raise ServiceError("bad_positions", f"open_positions of {name} must be {first} to {committed - 1}")
     return ImportPart(committed, entries, rows, positions)
 
 
-def _entries(name: str, value: object, most: int, entry_bytes: int) -> wire.Tensor:
-    tensor = wire_tensor(value, f"the entries of {name}")
+def _entries(name: str, part: Mapping[str, Any], num_entries: int, entry_bytes: int) -> wire.Tensor:
+    """The entries of a part, all from its first_entry on (0 if it names none)."""
+    tensor = wire_tensor(part["entries"], f"the entries of {name}")
+    expected = [max(0, num_entries - part.get("first_entry", 0)), entry_bytes]
     if tensor.dtype != "uint8":
         raise ServiceError("bad_dtype", f"the entries of {name} must be uint8, not {tensor.dtype}", compressor=name)
-    if len(tensor.shape) != 2 or tensor.shape[1] != entry_bytes or tensor.shape[0] > most:
+    if list(tensor.shape) != expected:
         raise ServiceError(
             "bad_shape",
-            f"the entries of {name} must have shape [n, {entry_bytes}] with n of at most {most}",
+            f"the entries of {name} must have shape {expected}, not {list(tensor.shape)}",
             compressor=name,
+            expected=expected,
         )
     return tensor

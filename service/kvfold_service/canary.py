@@ -1,8 +1,13 @@
-"""A step of known answer through the whole data path, on every compressor, before a worker says that it is ready."""
+"""A step of known answer through the whole data path, on every compressor: before a worker says that it is ready, while
+it is idle, and after a step that failed."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import logging
+from collections import Counter
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,11 +17,17 @@ from kvfold_kernels.compress.reference import compress_rows
 from kvfold_kernels.compressor import Compressor
 from kvfold_kernels.entry import encode
 from kvfold_service.caches import CompressorCache
-from kvfold_service.errors import StartError
+from kvfold_service.errors import ServiceError, StartError
 from kvfold_service.step import Step, StepRequest
 from kvfold_service.worker import Worker
 
+if TYPE_CHECKING:
+    from kvfold_service.service import Service
+
+log = logging.getLogger("kvfold")
 _ID = "kvfold.canary"
+_TENANT = "the canary"
+"""No tenant of a token file: their names have no spaces."""
 _MOST_DIFFERENT = 0.02
 """Share of bytes that may differ from the reference: roundings that fall the other way, not a wrong row."""
 
@@ -35,12 +46,13 @@ def prove(worker: Worker) -> None:
         geometry = cache.compressor.geometry
         if geometry.window_rows < worker.manifest.max_position:
             seen.setdefault((geometry, cache.group.layout, cache.part.input_dtype), cache)
-    totals = dict(worker.totals)
+    totals, by_kind = dict(worker.totals), Counter(worker.by_kind)
     try:
         for cache in seen.values():
             _prove(worker, cache)
     finally:
         worker.totals.update(totals)
+        worker.by_kind = by_kind
 
 
 def _prove(worker: Worker, cache: CompressorCache) -> None:
@@ -74,12 +86,12 @@ def _run(worker: Worker, cache: CompressorCache, dtype: str, rows: torch.Tensor,
                 draft_tokens=torch.zeros(1, dtype=torch.int64).numpy(),
                 all_pages=True,
             )
-            worker.step(step)
+            worker.step(step, _TENANT)
             start += length
-        slot = worker.requests["", _ID].slot
+        slot = worker.requests[_TENANT, _ID].slot
         return cache.page_free_rows(slot, 0, cache.num_entries(slot))
     finally:
-        worker.release(_ID)
+        worker.release(_ID, _TENANT)
 
 
 def _expected(compressor: Compressor, rows: torch.Tensor) -> torch.Tensor:
@@ -117,3 +129,27 @@ def prove_or_refuse(worker: Worker) -> None:
         prove(worker)
     except CanaryError as error:
         raise StartError(f"the canary step failed: {error}") from None
+
+
+def fault(worker: Worker) -> str | None:
+    """`prove` on a worker in use: why it must not be trusted, or None; also None if its pools have no room for it."""
+    try:
+        prove(worker)
+    except CanaryError as error:
+        return f"the canary step failed: {error}"
+    except ServiceError as error:
+        return None if error.code == "pool_exhausted" else f"the canary step failed: {error.message}"
+    return None
+
+
+async def watch(service: Service, seconds: float) -> None:
+    """Prove the worker whenever it is idle, every `seconds` (0: never), and at once when a step has failed."""
+    while True:
+        try:
+            await asyncio.wait_for(service.suspect.wait(), seconds or None)
+        except TimeoutError:
+            if not service.idle:
+                continue
+        service.suspect.clear()
+        if not service.not_ready and (reason := await service.engine.call(fault, service.worker)):
+            service.distrust(reason)

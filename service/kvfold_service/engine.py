@@ -104,7 +104,10 @@ class Engine:
                 _settle(jobs[0], begun, _outcome(jobs[0].call))
                 continue
             wanted = [job.step for job in jobs if job.step is not None]
-            for job, outcome in zip(jobs, execute.steps(self.worker, wanted), strict=True):
+            outcomes = _outcome(lambda wanted=wanted: execute.steps(self.worker, wanted))
+            if isinstance(outcomes, BaseException):
+                outcomes = [outcomes] * len(jobs)
+            for job, outcome in zip(jobs, outcomes, strict=True):
                 _settle(job, begun, outcome)
 
     def _take(self) -> list[_Job]:

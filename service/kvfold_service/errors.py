@@ -2,6 +2,7 @@
 
     StartError                      the worker cannot start: one sentence, exit code 2
     ServiceError                    a call is refused: code, HTTP status, sentence, details; nothing was changed
+    └── BrokenDeviceError           … and so will be every later one: the worker stops being ready
 
 Foreign errors are translated where they are caught: pydantic's by `first_problem`, the wire's by `of_wire`.
 """
@@ -43,6 +44,14 @@ class ServiceError(Exception):
     @classmethod
     def of_wire(cls, error: WireError) -> ServiceError:
         return cls(error.code, error.message)
+
+
+class BrokenDeviceError(ServiceError):
+    """A step failed because the device did; `reason` is told by /readyz."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__("step_failed", "the device failed; nothing of the step was kept, send it to another worker")
+        self.reason = reason
 
 
 def first_problem(error: ValidationError) -> str:

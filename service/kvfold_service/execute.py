@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from kvfold_client import wire
 from kvfold_kernels import plan as p
+from kvfold_service import quotas
 from kvfold_service.caches import CompressorCache, Reservation
 from kvfold_service.errors import ServiceError
-from kvfold_service.runner import NonFiniteError, Part, Work
+from kvfold_service.runner import NonFiniteError, Part, Ran, Work
 from kvfold_service.step import Step
 
 if TYPE_CHECKING:
@@ -123,11 +124,11 @@ def _prepare(worker: Worker, wanted: Wanted) -> _Prepared:
     caches = [worker.caches.by_name[name] for name in step.tensors]
     _check_starts(step, known, caches)
     active = np.flatnonzero(np.diff(step.query_start_loc))
-    requests = _find_slots(worker, step, known, active)
+    requests = _find_slots(worker, wanted, known, active)
     slots = np.array([request.slot if request else -1 for request in requests], np.int64)
     prepared = _Prepared(wanted, known, requests, slots, active, Reservation())
     try:
-        _reserve_pages(worker, step, slots[active], caches, active, prepared.held)
+        _reserve_pages(worker, wanted, slots[active], caches, active, prepared.held)
     except BaseException:
         _undo(worker, prepared)
         raise
@@ -136,8 +137,9 @@ def _prepare(worker: Worker, wanted: Wanted) -> _Prepared:
 
 def _undo(worker: Worker, prepared: _Prepared) -> None:
     prepared.held.give_back()
-    new = (request for request, old in zip(prepared.requests, prepared.known, strict=True) if request and not old)
-    worker.free_slots.extend(request.slot for request in new)
+    for request, old in zip(prepared.requests, prepared.known, strict=True):
+        if request and not old:
+            worker.give_slot(request.slot, prepared.wanted.tenant)
 
 
 def _run(worker: Worker, members: list[_Prepared], began: int) -> list[dict[str, Any]]:
@@ -149,7 +151,7 @@ def _run(worker: Worker, members: list[_Prepared], began: int) -> list[dict[str,
     for item in work:
         item.plan.commit(item.cache.state)
     timings = {"plan": (planned - began) // 1000, "copy": ran.copy_us, "kernel": ran.kernel_us}
-    _count(worker, members, work, ran.launches)
+    _count(worker, members, work, ran)
     return [_committed(worker, member, ran.launches, timings) for member in members]
 
 
@@ -227,14 +229,15 @@ def _check_starts(step: Step, known: list[Request | None], caches: list[Compress
     )
 
 
-def _find_slots(worker: Worker, step: Step, known: list[Request | None], active: I64) -> list[Request | None]:
+def _find_slots(worker: Worker, wanted: Wanted, known: list[Request | None], active: I64) -> list[Request | None]:
     """The requests, new ones with a slot; None: unknown and without tokens, so that it stays unknown."""
     new = [int(i) for i in active if known[i] is None]
+    quotas.expect_requests(worker, wanted.tenant, len(new))
     if len(new) > len(worker.free_slots):
         raise exhausted("requests", len(new), len(worker.free_slots))
     requests = list(known)
     for i in new:
-        requests[i] = worker.take_slot()
+        requests[i] = worker.take_slot(wanted.tenant)
     return requests
 
 
@@ -250,16 +253,17 @@ def exhausted(pool: str, needed: int, free: int) -> ServiceError:
 
 
 def _reserve_pages(
-    worker: Worker, step: Step, slots: I64, caches: list[CompressorCache], active: I64, held: Reservation
+    worker: Worker, wanted: Wanted, slots: I64, caches: list[CompressorCache], active: I64, held: Reservation
 ) -> None:
     """Take the pages that the step's entries need: first counted in all pools, then taken."""
-    starts = np.array([step.requests[i].start for i in active], np.int64)
-    ends = starts + np.diff(step.query_start_loc)[active]
+    starts = np.array([wanted.step.requests[i].start for i in active], np.int64)
+    ends = starts + np.diff(wanted.step.query_start_loc)[active]
     needs = [cache.pages_for(ends // cache.compressor.geometry.ratio) - cache.num_pages[slots] for cache in caches]
-    wanted: dict[int, int] = {}
+    counts: dict[int, int] = {}
     for cache, need in zip(caches, needs, strict=True):
-        wanted[cache.group.index] = wanted.get(cache.group.index, 0) + int(need.sum())
-    for index, count in wanted.items():
+        counts[cache.group.index] = counts.get(cache.group.index, 0) + int(need.sum())
+    quotas.expect_pages(worker, wanted.tenant, sum(counts.values()))
+    for index, count in counts.items():
         group = worker.caches.groups[index]
         if count > group.pool.num_free:
             raise exhausted(group.label, count, group.pool.num_free)
@@ -268,13 +272,17 @@ def _reserve_pages(
             held.take(cache, int(slots[i]), int(need[i]))
 
 
-def _count(worker: Worker, members: list[_Prepared], work: list[Work], launches: int) -> None:
+def _count(worker: Worker, members: list[_Prepared], work: list[Work], ran: Ran) -> None:
     worker.totals["steps"] += len(members)
     worker.totals["batches"] += 1
     worker.totals["tokens"] += sum(member.step.num_tokens for member in members)
     worker.totals["entries"] += sum(item.plan.num_windows for item in work)
-    worker.totals["launches"] += launches
+    worker.totals["launches"] += ran.launches
     worker.totals["skipped"] += sum(not item.plan.boundary for item in work)
+    for item, launches in zip(work, ran.launches_of, strict=True):
+        kind = item.cache.part.kind
+        worker.by_kind["launches", kind] += launches
+        worker.by_kind["skipped", kind] += not item.plan.boundary
 
 
 def _parts(worker: Worker, step: Step, tenant: str, slots: I64, caches: list[CompressorCache]) -> list[dict[str, Any]]:

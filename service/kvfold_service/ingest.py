@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import xxhash
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
 from kvfold_client import wire
+from kvfold_service.admission import Admission, Place
 from kvfold_service.errors import ServiceError
-from kvfold_service.staging import Extent, Staging
 
 _DECODE_INLINE_BYTES = 256 << 10
 """A header (or msgpack body) longer than this is decoded on another thread, so that the event loop is not held up."""
+SLOWEST_BYTES: Final = 1 << 20
+"""Bytes a second that a body or a reply must move at, once its first seconds are over."""
 
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """A received body. `view` lies in staging until the extent is given back."""
+    """A received body. `view` lies in staging until its place is left."""
 
     media_type: str
-    extent: Extent
+    place: Place
     view: memoryview
     fingerprint: bytes
 
@@ -65,45 +67,46 @@ def _quality(parameters: str) -> float:
     return 1.0
 
 
-async def receive(request: Request, staging: Staging, limit: int) -> Body:
-    """Stream the body into staging. Raises body_too_large, queue_full; the caller gives the extent back."""
+def _announced(request: Request) -> int | None:
+    """Content-Length. The server's parser has refused what is no number."""
+    length = request.headers.get("content-length", "")
+    return int(length[:20]) if length.isascii() and length.isdecimal() else None
+
+
+async def receive(request: Request, admission: Admission, tenant: str, patience: float) -> Body:
+    """Stream the body into staging; the caller leaves its place.
+
+    It must come within `patience` seconds and one more for each SLOWEST_BYTES. Raises unsupported_encoding, what
+    `admit` raises, malformed.
+    """
     media_type = media_type_of(request)
-    announced = request.headers.get("content-length")
-    size = int(announced) if announced is not None and announced.isdecimal() else limit
-    if size > limit:
-        raise _too_large(limit)
-    extent = staging.lend(size)
-    if extent is None:
-        raise ServiceError(
-            "queue_full",
-            "too many bodies are on their way; try again later",
-            retry_after=1.0,
-            staging_bytes=staging.num_bytes,
-        )
+    place = admission.admit(tenant, _announced(request))
     try:
-        return await _stream(request, media_type, extent, size, limit)
+        num_bytes, fingerprint = await _stream(request, place, patience)
+        place.enter_queue()
+        return Body(media_type, place, place.view[:num_bytes], fingerprint)
     except BaseException:
-        staging.give_back(extent)
+        place.leave()
         raise
 
 
-def _too_large(limit: int) -> ServiceError:
-    return ServiceError("body_too_large", f"a body may have {limit} bytes; split the step", limit=limit)
-
-
-async def _stream(request: Request, media_type: str, extent: Extent, size: int, limit: int) -> Body:
-    fingerprint = xxhash.xxh3_128()
-    room, end = extent.view, 0
+async def _stream(request: Request, place: Place, patience: float) -> tuple[int, bytes]:
+    fingerprint, end = xxhash.xxh3_128(), 0
+    deadline = asyncio.get_running_loop().time() + patience
     try:
-        async for chunk in request.stream():
-            start, end = end, end + len(chunk)
-            if end > size:
-                raise _too_large(limit)
-            room[start:end] = chunk
-            fingerprint.update(chunk)
+        async with asyncio.timeout_at(deadline) as limit:
+            async for chunk in request.stream():
+                start, end = end, end + len(chunk)
+                place.hold(end)
+                place.view[start:end] = chunk
+                fingerprint.update(chunk)
+                if start // SLOWEST_BYTES < end // SLOWEST_BYTES:
+                    limit.reschedule(deadline + end / SLOWEST_BYTES)
     except ClientDisconnect:
         raise ServiceError("malformed", "the body ended early") from None
-    return Body(media_type, extent, room[:end], fingerprint.digest())
+    except TimeoutError:
+        raise ServiceError("malformed", f"the body came too slowly: {end} bytes in time") from None
+    return end, fingerprint.digest()
 
 
 async def decode(body: Body) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, model_validator
 
 from kvfold_kernels.geometry import DRAFT_SLACK, KINDS, RMS_EPS, Geometry, PageLayout, entry_format
 from kvfold_kernels.rope import Rope, Yarn
@@ -26,9 +26,15 @@ class _Part(BaseModel):
 
 class YarnPart(_Part):
     factor: Positive = 16.0
-    original_max_position: Annotated[int, Field(ge=1)] = 65536
+    original_max_position: Annotated[StrictInt, Field(ge=1)] = 65536
     beta_fast: Positive = 32
     beta_slow: Positive = 1
+
+    @model_validator(mode="after")
+    def _ordered(self) -> YarnPart:
+        if self.beta_fast < self.beta_slow:
+            raise ValueError("beta_fast must be at least beta_slow")
+        return self
 
 
 class RopePart(_Part):
@@ -43,12 +49,12 @@ class RopePart(_Part):
 class CompressorPart(_Part):
     name: Name
     kind: Literal["hca", "csa", "indexer"]
-    ratio: int
-    head_dim: int
+    ratio: StrictInt
+    head_dim: StrictInt
     cache_format: str
-    page_entries: int | None = None
-    page_bytes: int | None = None
-    fp8_scale: Positive = 1.0
+    page_entries: StrictInt | None = None
+    page_bytes: Annotated[StrictInt, Field(le=2**31)] | None = None
+    fp8_scale: Annotated[float, Field(gt=2.0**-126, lt=2.0**126)] = 1.0
     scale_floor: Literal["amax", "scale"] = "amax"
     indexer_profile: Literal["vllm", "sglang"] = "vllm"
     input_dtype: Literal["bf16", "fp32", "any"] = "any"
@@ -58,7 +64,7 @@ class CompressorPart(_Part):
 
     def layout(self) -> PageLayout:
         geometry = self.geometry(0)
-        entries = self.page_entries or geometry.default_page_entries
+        entries = geometry.default_page_entries if self.page_entries is None else self.page_entries
         return PageLayout.of(entry_format(self.cache_format, geometry), entries, self.page_bytes)
 
     @model_validator(mode="after")
@@ -77,10 +83,10 @@ class CompressorPart(_Part):
 
 class Manifest(_Part):
     model: str = "unnamed"
-    max_position: Annotated[int, Field(ge=1, le=2**24)]
+    max_position: Annotated[StrictInt, Field(ge=1, le=2**24)]
     rms_eps: Positive = RMS_EPS
     rope: RopePart = RopePart()
-    draft_slack: Annotated[int, Field(ge=0, le=1024)] = DRAFT_SLACK
+    draft_slack: Annotated[StrictInt, Field(ge=0, le=1024)] = DRAFT_SLACK
     compressors: Annotated[tuple[CompressorPart, ...], Field(min_length=1, max_length=1024)]
 
     @model_validator(mode="after")
@@ -161,14 +167,20 @@ def load(source: str) -> Manifest:
     if not path.is_file():
         raise StartError(f"there is no manifest file and no preset {source!r}; presets: {', '.join(PRESETS)}")
     try:
-        body = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        body = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
+    except (OSError, ValueError, RecursionError) as error:
         raise StartError(f"manifest {path.name} is not readable JSON: {error}") from None
     if not isinstance(body, dict):
         raise StartError(f"manifest {path.name} must be a JSON object")
     if "compressors" not in body and "num_hidden_layers" in body:
         return from_config(body)
     return parse(body, f"manifest {path.name}")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("an object names a key twice")
+    return dict(pairs)
 
 
 _RATIO_OF_TYPE = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}

@@ -8,30 +8,33 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from kvfold_client.wire import STATUS
+from kvfold_service.admission import Admission
 from kvfold_service.engine import Engine
 
 _BUCKETS = (50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.2, 0.5, 1.0, 5.0)
+_BY_KIND = ("launches", "skipped")
 
 
 class Metrics:
     """One registry for one service. Pools are read when asked for, on the engine thread."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, admission: Admission) -> None:
         self.registry = CollectorRegistry()
         self._phase = Histogram(
             "kvfold_step_seconds", "Time of a step by phase.", ["phase"], registry=self.registry, buckets=_BUCKETS
         )
         self.bytes_in = Counter("kvfold_received_bytes", "Bytes of request bodies.", registry=self.registry)
-        self.bytes_out = Counter("kvfold_sent_bytes", "Bytes of step replies.", registry=self.registry)
+        self.bytes_out = Counter("kvfold_sent_bytes", "Bytes of msgpack and frame replies.", registry=self.registry)
         self.rejections = Counter("kvfold_rejections", "Refused calls by code.", ["code"], registry=self.registry)
-        self.registry.register(_State(engine))
+        for code in STATUS:
+            self.rejections.labels(code)  # a rate needs a zero before the first
+        self.registry.register(_State(engine, admission))
         self._sums: dict[str, int] = {}
         self._steps = 0
 
-    def observe_step(self, message: dict[str, Any], reply_bytes: int) -> None:
+    def observe_step(self, message: dict[str, Any]) -> None:
         self._steps += 1
-        self.bytes_out.inc(reply_bytes)
         for phase, us in message["timings_us"].items():
             self._phase.labels(phase).observe(us * 1e-6)
             self._sums[phase] = self._sums.get(phase, 0) + us
@@ -47,20 +50,41 @@ class Metrics:
 class _State:
     """The worker's counts and pools as a collector."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, admission: Admission) -> None:
+        self._engine, self._worker, self._admission = engine, engine.worker, admission
 
     def describe(self) -> Iterable[Metric]:
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        worker = self._engine.worker
+        worker, caches = self._worker, self._worker.caches
         for name, total in worker.totals.items():
-            yield CounterMetricFamily(f"kvfold_{name}", f"Number of {name}.", value=total)
+            if name not in _BY_KIND:
+                yield CounterMetricFamily(f"kvfold_{name}", f"Number of {name}.", value=total)
+        kinds = sorted({cache.part.kind for cache in caches.compressors})
+        for name in _BY_KIND:
+            family = CounterMetricFamily(f"kvfold_{name}", f"Kernel launches: {name}.", labels=["kind"])
+            for kind in kinds:
+                family.add_metric([kind], worker.by_kind[name, kind])
+            yield family
+        yield from self._pools()
+        slots = GaugeMetricFamily("kvfold_ring_slots", "Ring slots by state.", labels=["state"])
+        slots.add_metric(["used"], caches.num_rings - len(worker.free_slots))
+        slots.add_metric(["free"], len(worker.free_slots))
+        yield slots
+        yield GaugeMetricFamily("kvfold_requests_live", "Requests whose lease runs.", value=len(worker.requests))
+        yield GaugeMetricFamily("kvfold_queue_depth", "Calls that wait or run.", value=self._engine.depth)
+        staging = GaugeMetricFamily("kvfold_staging_bytes", "Bytes for bodies in flight by state.", labels=["state"])
+        staging.add_metric(["used"], self._admission.staging.num_lent)
+        staging.add_metric(["free"], self._admission.staging.num_bytes - self._admission.staging.num_lent)
+        yield staging
+
+    def _pools(self) -> Iterable[Metric]:
         pages = GaugeMetricFamily("kvfold_pool_pages", "Pages by pool and state.", labels=["pool", "state"])
-        for group in worker.caches.groups:
+        unread = GaugeMetricFamily("kvfold_pool_pages_unread", "Used pages that nobody has fetched.", labels=["pool"])
+        for group in self._worker.caches.groups:
             pages.add_metric([group.label, "used"], group.pool.num_used)
             pages.add_metric([group.label, "free"], group.pool.num_free)
+            unread.add_metric([group.label], int(group.pool.unread.sum()))
         yield pages
-        yield GaugeMetricFamily("kvfold_requests_live", "Known requests.", value=len(worker.requests))
-        yield GaugeMetricFamily("kvfold_queue_depth", "Calls that wait or run.", value=self._engine.depth)
+        yield unread

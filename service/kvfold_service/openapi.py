@@ -71,7 +71,8 @@ def _call(
 
 
 _AUTH = ("unauthorized", "forbidden", "not_ready")
-_BODY = ("malformed", "unsupported_version", "unsupported_encoding", "body_too_large", "queue_full")
+_BODY = ("malformed", "unsupported_version", "unsupported_encoding", "body_too_large", "queue_full", "quota_exceeded")
+_NEW = (*_AUTH, "draining", *_BODY)
 _STEP = _body(
     {
         "step_id": {"type": "string"},
@@ -159,7 +160,7 @@ _STEP_CODES = (
 _JSON = ("application/json",)
 
 CALLS: Final[dict[tuple[str, str], dict[str, Any]]] = {
-    ("POST", "/v1/step"): _call("Run one step; all of it or none.", *_AUTH, *_BODY, *_STEP_CODES, body=_STEP),
+    ("POST", "/v1/step"): _call("Run one step; all of it or none.", *_NEW, *_STEP_CODES, body=_STEP),
     ("POST", "/v1/pages/read"): _call(
         "Bytes of pages; all or nothing.", *_AUTH, *_BODY, "unknown_handle", "stale_handle", body=_HANDLES
     ),
@@ -180,12 +181,15 @@ CALLS: Final[dict[tuple[str, str], dict[str, Any]]] = {
     ("POST", "/v1/requests/{id}/export"): _call(
         "Entries and open rows of a request.", *_AUTH, *_BODY, "unknown_request", "unknown_compressor", body=_EXPORT
     ),
-    ("POST", "/v1/import"): _call("Go on with an exported request.", *_AUTH, *_BODY, *_IMPORT_CODES, body=_IMPORT),
+    ("POST", "/v1/import"): _call("Go on with an exported request.", *_NEW, *_IMPORT_CODES, body=_IMPORT),
     ("GET", "/v1/requests/{id}"): _call("A request in all compressors.", *_AUTH, "unknown_request"),
     ("DELETE", "/v1/requests/{id}"): _call("Release a request; an unknown id is fine.", *_AUTH, status=204),
-    ("GET", "/v1/manifest"): _call("What this worker serves.", *_AUTH, media_types=_JSON),
-    ("GET", "/v1/stats"): _call("Pools, requests, launches, phases.", *_AUTH, media_types=_JSON),
+    ("GET", "/v1/manifest"): _call("What this worker serves.", "unauthorized", media_types=_JSON),
+    ("GET", "/v1/stats"): _call("Pools, requests, launches, phases.", "unauthorized", "forbidden", media_types=_JSON),
+    ("GET", "/v1/integrity"): _call("Check that nothing is lost or lent twice.", *_AUTH, media_types=_JSON),
     ("GET", "/livez"): _call("The process answers.", media_types=_JSON),
-    ("GET", "/readyz"): _call("Steps are accepted; 503 with a reason if not.", "not_ready", media_types=_JSON),
+    ("GET", "/readyz"): _call(
+        "Steps are accepted; 503 with a reason if not.", "not_ready", "draining", media_types=_JSON
+    ),
     ("GET", "/metrics"): _call("Prometheus metrics.", "unauthorized", "forbidden", media_types=("text/plain",)),
 }

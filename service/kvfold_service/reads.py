@@ -29,6 +29,8 @@ class _Page(NamedTuple):
 def read_pages(worker: Worker, handles: list[str], tenant: str) -> dict[str, Any]:
     """Bytes of pages, zero beyond their valid entries. Raises unknown_handle, stale_handle."""
     found = _find(worker, handles, tenant)
+    for page in found:
+        page.cache.group.pool.unread[page.page] = False
     return {
         "version": wire.PROTOCOL_VERSION,
         "pages": [
@@ -36,6 +38,11 @@ def read_pages(worker: Worker, handles: list[str], tenant: str) -> dict[str, Any
             for handle, page in zip(handles, found, strict=True)
         ],
     }
+
+
+def num_unread(worker: Worker) -> int:
+    """Pages that are held for readers and were never fetched, by a read or an export."""
+    return sum(int(group.pool.unread.sum()) for group in worker.caches.groups)
 
 
 def verify(worker: Worker, handles: list[str], tenant: str) -> dict[str, Any]:

@@ -56,11 +56,15 @@ class NonFiniteError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """Launches, and µs for bringing the bytes to the device and for the kernels."""
+    """Launches of each work, and µs for bringing the bytes to the device and for the kernels."""
 
-    launches: int
+    launches_of: tuple[int, ...]
     copy_us: int
     kernel_us: int
+
+    @property
+    def launches(self) -> int:
+        return sum(self.launches_of)
 
 
 class Runner(Protocol):
@@ -122,7 +126,7 @@ class HostRunner:
             if found := self._backend.find_non_finite(tensor, item.plan.num_tokens):
                 raise NonFiniteError(item, *found)
         try:
-            launches = sum(
+            launches = tuple(
                 self._backend.compress(
                     torch.from_numpy(item.plan.windows.copy()),
                     torch.from_numpy(item.plan.appends.copy()),
@@ -149,8 +153,8 @@ class DeviceRunner:
     """Rows and plans go to the device; everything runs on the current stream of the thread that first runs a step."""
 
     def __init__(self, backend: Backend, caches: Caches, max_step_bytes: int, max_step_tokens: int) -> None:
-        assert backend.flag_non_finite is not None
-        self._backend, self._flag = backend, backend.flag_non_finite
+        assert backend.flags is not None
+        self._backend, self._raise_for, self._no_flag = backend, backend.flags.raise_for, backend.flags.no_flag
         self.most_merged_rows = max_step_tokens
         self._copied, self._done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         self._began = torch.cuda.Event(enable_timing=True)
@@ -160,8 +164,12 @@ class DeviceRunner:
         plan_ints = sum(_plan_ints(cache, caches.num_rings, max_step_tokens) for cache in caches.compressors)
         self._plan = torch.empty(plan_ints, dtype=torch.int32, device=device)
         self._plan_host = torch.empty(plan_ints, dtype=torch.int32, pin_memory=True)
-        self._flags = torch.empty(len(caches.compressors), dtype=torch.int64, device=device)
-        self._flags_host = torch.empty(len(caches.compressors), dtype=torch.int64, pin_memory=True)
+        self._flags = torch.empty(len(caches.compressors), dtype=backend.flags.dtype, device=device)
+        if backend.reserve_scratch is not None:
+            for cache in caches.compressors:
+                most = _most_windows(cache, caches.num_rings, max_step_tokens)
+                backend.reserve_scratch(self._rows.device, most, cache.compressor.geometry.head_dim)
+        self._flags_host = torch.empty(len(caches.compressors), dtype=backend.flags.dtype, pin_memory=True)
 
     def run(self, work: Sequence[Work]) -> Ran:
         try:
@@ -171,27 +179,27 @@ class DeviceRunner:
             raise step_failed() from None
         flags = self._flags_host.numpy()
         for i, item in enumerate(work):
-            if flags[i] != p.ALL_FINITE:
+            if flags[i] != self._no_flag:
                 raise NonFiniteError(item, *divmod(int(flags[i]), item.cache.compressor.geometry.row_width))
         copy_us = self._began.elapsed_time(self._copied) * 1000
         return Ran(launches, round(copy_us), round(self._copied.elapsed_time(self._done) * 1000))
 
-    def _launch(self, work: Sequence[Work]) -> int:
+    def _launch(self, work: Sequence[Work]) -> tuple[int, ...]:
         self._began.record()
         plans = self._send_plans(work)
         rows = self._send_rows(work)
         self._copied.record()
-        self._flags.fill_(p.ALL_FINITE)
-        launches = 0
+        self._flags.fill_(self._no_flag)
+        launches = []
         for i, (item, (windows, appends), tensor) in enumerate(zip(work, plans, rows, strict=True)):
-            self._flag(tensor, item.plan.num_tokens, self._flags[i : i + 1])
+            self._raise_for(tensor, item.plan.num_tokens, self._flags[i : i + 1])
             cache = item.cache
-            launches += self._backend.compress(
-                windows, appends, tensor, cache.rings, cache.group.pages, cache.compressor
+            launches.append(
+                self._backend.compress(windows, appends, tensor, cache.rings, cache.group.pages, cache.compressor)
             )
         self._flags_host.copy_(self._flags, non_blocking=True)
         self._done.record()
-        return launches
+        return tuple(launches)
 
     def _send_plans(self, work: Sequence[Work]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         host, end, views = self._plan_host.numpy(), 0, []
@@ -222,10 +230,14 @@ class DeviceRunner:
         return views
 
 
+def _most_windows(cache: CompressorCache, num_rings: int, max_step_tokens: int) -> int:
+    return max_step_tokens // cache.compressor.geometry.ratio + num_rings
+
+
 def _plan_ints(cache: CompressorCache, num_rings: int, max_step_tokens: int) -> int:
     """Most int32 that a plan of this compressor can have."""
     geometry = cache.compressor.geometry
-    windows = max_step_tokens // geometry.ratio + num_rings
+    windows = _most_windows(cache, num_rings, max_step_tokens)
     appends = min(max_step_tokens, num_rings * geometry.max_live_rows)
     return p.WINDOW_FIELDS * windows + p.APPEND_FIELDS * appends
 

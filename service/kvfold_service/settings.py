@@ -44,13 +44,24 @@ class Settings(BaseSettings):
     staging_bytes: int | None = Field(
         None, ge=1024, description="bytes for bodies in flight; default 2 · max-body-bytes"
     )
+    max_queue: int = Field(256, ge=1, description="calls with a body that may wait or run at a time")
+    receive_timeout: float = Field(
+        30.0, gt=0, le=86400, description="seconds for a body or a reply to pass, and one more for each MiB"
+    )
     lease_seconds: float = Field(30.0, gt=0, le=86400, description="seconds that a request lives after its last use")
     remembered_steps: int = Field(256, ge=1, description="replies kept for repeated steps, for each tenant")
     token_file: Path | None = Field(None, description="file of bearer tokens; without it every caller is trusted")
     handle_key_file: Path | None = Field(None, description="file of a key for page handles (32 bytes or more)")
     worker_id: str | None = Field(None, description="name of this worker in its handles; default: host name and port")
     insecure: bool = Field(False, description="allow listening beyond loopback without tokens")
+    tls_cert: Path | None = Field(None, description="PEM file of the certificate chain; serves https")
+    tls_key: Path | None = Field(None, description="PEM file of the certificate's key")
+    metrics_host: str = Field("127.0.0.1", description="address of --metrics-port")
+    metrics_port: int | None = Field(None, ge=0, le=65535, description="serve /metrics here, and only here")
+    drain_seconds: float = Field(20.0, ge=0, le=86400, description="seconds from SIGTERM to the end, at most")
+    canary_seconds: float = Field(60.0, ge=0, le=86400, description="seconds between checks of an idle worker; 0: none")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level to log")
+    log_format: Literal["text", "json"] = Field("text", description="how log lines are written")
 
     @model_validator(mode="after")
     def _check(self) -> Settings:
@@ -58,8 +69,15 @@ class Settings(BaseSettings):
             raise ValueError(f"--backend must be one of auto, {', '.join(backends.NAMES)}, not {self.backend!r}")
         if self.staging_bytes is not None and self.staging_bytes < self.max_body_bytes:
             raise ValueError("--staging-bytes must be at least --max-body-bytes")
-        if self.token_file is None and not self.insecure and not _is_loopback(self.host):
-            raise ValueError(f"--host {self.host} is not loopback; give --token-file, or --insecure if you mean it")
+        if self.token_file is None and not self.insecure:
+            for option, host in (("--host", self.host), ("--metrics-host", self.metrics_host)):
+                if not _is_loopback(host):
+                    advice = "give --token-file, or --insecure if you mean it"
+                    raise ValueError(f"{option} {host} is not loopback; {advice}")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("--tls-cert and --tls-key belong together")
+        if self.metrics_port and self.metrics_port == self.port:
+            raise ValueError("--metrics-port must differ from --port")
         return self
 
     def staging(self) -> int:

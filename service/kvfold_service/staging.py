@@ -37,7 +37,7 @@ class Staging:
 
     def lend(self, num_bytes: int) -> Extent | None:
         """An extent of at least num_bytes, or None if none is free."""
-        size = max(FRAME_ALIGN, -(-num_bytes // FRAME_ALIGN) * FRAME_ALIGN)
+        size = _aligned(num_bytes)
         for i, (start, stop) in enumerate(self._free):
             if stop - start >= size:
                 if stop - start == size:
@@ -47,6 +47,23 @@ class Staging:
                 self._lent[start] = start + size
                 return Extent(start, start + size, self._block[start : start + size])
         return None
+
+    def grow(self, extent: Extent, num_bytes: int) -> Extent | None:
+        """At least num_bytes with the extent's bytes in front: where it lies if it can, else moved.
+
+        None if there is no room; then the extent is as it was.
+        """
+        stop, wanted = self._lent[extent.start], extent.start + _aligned(num_bytes)
+        i = bisect.bisect(self._free, (stop,))
+        if i < len(self._free) and self._free[i][0] == stop and self._free[i][1] >= wanted:
+            self._free[i : i + 1] = [(wanted, self._free[i][1])] if self._free[i][1] > wanted else []
+            self._lent[extent.start] = wanted
+            return Extent(extent.start, wanted, self._block[extent.start : wanted])
+        moved = self.lend(num_bytes)
+        if moved is not None:
+            moved.view[: len(extent.view)] = extent.view
+            self.give_back(extent)
+        return moved
 
     def give_back(self, extent: Extent) -> None:
         start, stop = extent.start, self._lent.pop(extent.start)
@@ -66,3 +83,7 @@ class Staging:
             at = stop
         assert at == self.num_bytes
         assert all(a[1] < b[0] for a, b in zip(self._free, self._free[1:], strict=False)), "free extents not merged"
+
+
+def _aligned(num_bytes: int) -> int:
+    return max(FRAME_ALIGN, -(-num_bytes // FRAME_ALIGN) * FRAME_ALIGN)

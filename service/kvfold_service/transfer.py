@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvfold_client import wire
 from kvfold_kernels import plan as p
-from kvfold_service import execute
+from kvfold_service import execute, quotas
 from kvfold_service.caches import TORCH_DTYPES, CompressorCache, Reservation
 from kvfold_service.errors import ServiceError
 from kvfold_service.runner import as_torch, non_finite
@@ -25,7 +25,7 @@ _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class ExportCall:
-    """compressors None: all that the request has tokens in; entries from `from_entry` on, or none."""
+    """compressors None: all that the request has tokens in; entries from `from_entry` on as far as held, or none."""
 
     compressors: tuple[str, ...] | None
     entries: bool
@@ -55,7 +55,7 @@ class ImportCall:
 def export(worker: Worker, request_id: str, wanted: ExportCall, tenant: str) -> dict[str, Any]:
     """What another worker needs to go on. Drafts become final: another holder may build on them.
 
-    Raises unknown_request, unknown_compressor, and malformed for a from_entry past the entries or before those held.
+    Raises unknown_request, unknown_compressor.
     """
     request = worker.known(request_id, tenant)
     caches = [c for c in worker.caches.compressors if c.committed(request.slot)]
@@ -81,15 +81,12 @@ def _export_one(cache: CompressorCache, slot: int, wanted: ExportCall) -> dict[s
         "open_positions": list(range(first, committed)),
     }
     if wanted.entries:
-        held = int(cache.first_entry[slot])
-        start = max(wanted.from_entry, held)
-        if wanted.from_entry > num_entries or 0 < wanted.from_entry < held:
-            raise ServiceError(
-                "malformed",
-                f"from_entry {wanted.from_entry} is outside of the entries {held} to {num_entries} of {cache.name}",
-                compressor=cache.name,
-            )
+        start = min(max(wanted.from_entry, int(cache.first_entry[slot])), num_entries)
         part["entries"] = _tensor_map("uint8", cache.page_free_rows(slot, start, num_entries))
+        if start:
+            part["first_entry"] = start
+        first_page, end_page = start // cache.page_entries, int(cache.num_pages[slot])
+        cache.group.pool.unread[cache.page_table[slot, first_page:end_page]] = False
     return part
 
 
@@ -112,11 +109,12 @@ def import_(worker: Worker, given: ImportCall, tenant: str) -> None:
     worker.reap()
     if (tenant, given.request_id) in worker.requests:
         raise ServiceError("request_exists", f"there is a request {given.request_id}; release it or take another id")
+    quotas.expect_requests(worker, tenant, 1)
     if not worker.free_slots:
         raise execute.exhausted("requests", 1, 0)
     caches = {worker.caches.by_name[name]: part for name, part in given.parts.items()}
-    _check_room(worker, caches)
-    request = worker.take_slot()
+    _check_room(worker, caches, tenant)
+    request = worker.take_slot(tenant)
     held = Reservation()
     try:
         for cache, part in caches.items():
@@ -127,7 +125,7 @@ def import_(worker: Worker, given: ImportCall, tenant: str) -> None:
     except BaseException:
         held.give_back()
         worker.caches.release_slot(request.slot)
-        worker.free_slots.append(request.slot)
+        worker.give_slot(request.slot, tenant)
         raise
     for name in given.parts:
         request.carried_with[name] = tuple(given.parts)
@@ -145,12 +143,15 @@ def _pages_needed(cache: CompressorCache, part: ImportPart) -> tuple[int, int]:
     return _first_entry(cache, part) // n, -(-total // n)
 
 
-def _check_room(worker: Worker, caches: dict[CompressorCache, ImportPart]) -> None:
-    for group in worker.caches.groups:
-        spans = [_pages_needed(cache, part) for cache, part in caches.items() if cache.group is group]
-        needed = sum(end - first for first, end in spans)
-        if needed > group.pool.num_free:
-            raise execute.exhausted(group.label, needed, group.pool.num_free)
+def _check_room(worker: Worker, caches: dict[CompressorCache, ImportPart], tenant: str) -> None:
+    needed = dict.fromkeys(worker.caches.groups, 0)
+    for cache, part in caches.items():
+        first, end = _pages_needed(cache, part)
+        needed[cache.group] += end - first
+    quotas.expect_pages(worker, tenant, sum(needed.values()))
+    for group, count in needed.items():
+        if count > group.pool.num_free:
+            raise execute.exhausted(group.label, count, group.pool.num_free)
 
 
 def _import_one(cache: CompressorCache, slot: int, part: ImportPart, rows: torch.Tensor, held: Reservation) -> None:

@@ -23,6 +23,7 @@ from kvfold_service.caches import Caches, CompressorCache
 from kvfold_service.compat import compat_hash
 from kvfold_service.errors import ServiceError
 from kvfold_service.manifest import Manifest
+from kvfold_service.quotas import Quotas
 from kvfold_service.runner import runner_for
 from kvfold_service.step import Step, StepRules
 from kvfold_service.weights import Weights
@@ -73,6 +74,9 @@ class Worker:
         self.queued: Counter[RequestKey] = Counter()
         """Requests named by steps that wait or run; the event loop counts, `reap` looks."""
         self.free_slots = list(range(max_requests - 1, -1, -1))
+        self.slots_of: dict[str, set[int]] = {}
+        """Ring slots by the tenant who has them, of steps that run too."""
+        self.quotas: Quotas = {}
         self.rules = StepRules(
             compat=self.compat,
             parts={part.name: part for part in manifest.compressors},
@@ -92,6 +96,8 @@ class Worker:
             "released": 0,
             "expired": 0,
         }
+        self.by_kind: Counter[tuple[str, str]] = Counter()
+        """("launches" or "skipped", kind of compressor) → how many."""
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
@@ -163,15 +169,24 @@ class Worker:
         request.expires = self.clock() + self.lease_seconds
         self.requests[key] = request
 
-    def take_slot(self) -> Request:
-        return Request(self.free_slots.pop())
+    def take_slot(self, tenant: str) -> Request:
+        request = Request(self.free_slots.pop())
+        self.slots_of.setdefault(tenant, set()).add(request.slot)
+        return request
+
+    def give_slot(self, slot: int, tenant: str) -> None:
+        """The inverse; its pages and rows are given back already."""
+        self.free_slots.append(slot)
+        self.slots_of[tenant].remove(slot)
+        if not self.slots_of[tenant]:
+            del self.slots_of[tenant]
 
     def _forget(self, key: RequestKey) -> bool:
         request = self.requests.pop(key, None)
         if request is None:
             return False
         self.caches.release_slot(request.slot)
-        self.free_slots.append(request.slot)
+        self.give_slot(request.slot, key[0])
         return True
 
     def part(self, tenant: str, slot: int, cache: CompressorCache, start: int, length: int, all_pages: bool) -> Message:
@@ -216,6 +231,8 @@ class Worker:
         """Slots, rings, pools and page tables agree; raises AssertionError."""
         used = [request.slot for request in self.requests.values()]
         assert sorted([*used, *self.free_slots]) == list(range(self.caches.num_rings)), "a slot is lost or used twice"
+        owned = {(tenant, slot) for tenant, slots in self.slots_of.items() for slot in slots}
+        assert owned == {(key[0], request.slot) for key, request in self.requests.items()}, "a slot is not its tenant's"
         self.caches.check_integrity(set(used))
 
     def stats(self) -> Message:

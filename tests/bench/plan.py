@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ def by_request(
     """Windows of a batch as a scheduler without numpy would list them: one request, one window at a time."""
     windows = []
     ratio, rows = geometry.ratio, geometry.window_rows
-    for slot, (begin, end) in enumerate(zip(loc[:-1], loc[1:], strict=True)):
+    for slot, (begin, end) in enumerate(pairwise(loc)):
         start, live, ring = (int(value) for value in state[:, slot])
         for entry in range(start // ratio, (start + end - begin) // ratio):
             last = (entry + 1) * ratio - 1
@@ -37,26 +38,29 @@ def by_request(
     return windows
 
 
+def one_long_request(geometry: Geometry, table: np.ndarray) -> dict[str, float]:
+    state, slots, loc = p.empty_state(1024), np.array([3]), np.array([0, 65536])
+    n = geometry.default_page_entries
+    return {"us": median_us(lambda: p.make_plan(geometry, state, slots, loc, table, n), 1000)}
+
+
+def many_decodes(geometry: Geometry, table: np.ndarray) -> dict[str, float]:
+    state, slots, loc = p.empty_state(1024), np.arange(1024), np.arange(1025)
+    n = geometry.default_page_entries
+    state[p.COMMITTED] = np.random.default_rng(0).integers(0, 5000, 1024)
+    state[p.LIVE_START] = [geometry.live_start(int(tokens)) for tokens in state[p.COMMITTED]]
+    planned, rows, starts = p.make_plan(geometry, state, slots, loc, table, n), table.tolist(), loc.tolist()
+    assert by_request(geometry, state, starts, rows, n) == planned.windows.T.tolist()
+    ours = median_us(lambda: p.make_plan(geometry, state, slots, loc, table, n), 1000)
+    loop = median_us(lambda: by_request(geometry, state, starts, rows, n), 100)
+    return {"us": ours, "loop_us": loop, "ratio": loop / ours}
+
+
 def run() -> dict[str, Any]:
     results = {}
+    table = np.arange(1024 * 300, dtype=np.int32).reshape(1024, 300)
     for kind in ("hca", "csa"):
-        usual = KINDS[kind]
-        geometry = Geometry(kind, usual.ratio, usual.head_dim)
-        n = geometry.default_page_entries
-        table = np.arange(1024 * 300, dtype=np.int32).reshape(1024, 300)
-        fresh = p.empty_state(1024)
-        one = np.array([3]), np.array([0, 65536])
-        results[f"{kind}, one request of 65,536"] = {
-            "us": median_us(lambda: p.make_plan(geometry, fresh, *one, table, n), 1000)
-        }
-        state = p.empty_state(1024)
-        state[p.COMMITTED] = np.random.default_rng(0).integers(0, 5000, 1024)
-        state[p.LIVE_START] = [geometry.live_start(int(tokens)) for tokens in state[p.COMMITTED]]
-        slots, loc = np.arange(1024), np.arange(1025)
-        planned = p.make_plan(geometry, state, slots, loc, table, n)
-        rows = table.tolist()
-        assert by_request(geometry, state, loc.tolist(), rows, n) == planned.windows.T.tolist()
-        ours = median_us(lambda: p.make_plan(geometry, state, slots, loc, table, n), 1000)
-        loop = median_us(lambda: by_request(geometry, state, loc.tolist(), rows, n), 100)
-        results[f"{kind}, 1,024 requests of 1"] = {"us": ours, "loop_us": loop, "ratio": loop / ours}
+        geometry = Geometry(kind, KINDS[kind].ratio, KINDS[kind].head_dim)
+        results[f"{kind}, one request of 65,536"] = one_long_request(geometry, table)
+        results[f"{kind}, 1,024 requests of 1"] = many_decodes(geometry, table)
     return results
