@@ -17,6 +17,7 @@ Buffer = bytes | bytearray | memoryview  # C-contiguous
 
 _SHORT_ARRAY = 1024
 _CONTAINERS = {dict, list}
+_STRINGS = {str}
 _TREES = {dict, list, tuple}
 _msgpack = cast("Any", msgpack)  # ships no type stubs
 
@@ -70,7 +71,7 @@ def _unpack(view: memoryview, max_array: int) -> Any:
         result = dict(count(pairs))
         if len(result) != len(pairs):
             raise WireError("malformed", "a map of the message names a key twice")
-        if any(type(key) is not str for key in result):
+        if not _STRINGS.issuperset(map(type, result)):
             raise WireError("malformed", "the keys of a map must be strings")
         return result
 
@@ -105,8 +106,18 @@ def _settle(node: dict[str, Any] | list[Any], take: Callable[[object, object], m
             _settle_tensor(node, take)
         children = node.values()
     for child in children:
-        if type(child) in _CONTAINERS:
+        if type(child) in _CONTAINERS and not _is_flat(child, depth):
             _settle(child, take, depth + 1)
+
+
+def _is_flat(child: Any, depth: int) -> bool:
+    """Whether a container is a map that needs no look inside: no tensor, and nothing that could hold one."""
+    return (
+        type(child) is dict
+        and depth < MAX_DEPTH
+        and "dtype" not in child
+        and _CONTAINERS.isdisjoint(map(type, cast("dict[str, Any]", child).values()))
+    )
 
 
 def _settle_tensor(tensor: dict[str, Any], take: Callable[[object, object], memoryview]) -> None:

@@ -146,24 +146,24 @@ def make_plan(
     """
     if len(slots) == 1:  # the same formulas in Python's integers, which are faster than arrays of one
         first_row, end_row = query_start_loc.tolist()
-        drafts = 0 if draft_tokens is None else draft_tokens.item()
+        length, drafts = end_row - first_row, 0 if draft_tokens is None else draft_tokens.item()
         slot = slots.item()
-        requests = _Requests(slot, first_row, end_row - first_row, drafts, *state[:, slot].tolist())
+        requests = _Requests(slot, first_row, *state[:, slot].tolist())
         larger, smaller = max, min
     else:
         drafts = 0 if draft_tokens is None else draft_tokens
-        lengths = query_start_loc[1:] - query_start_loc[:-1]
-        requests = _Requests(slots, query_start_loc[:-1], lengths, drafts, *state.take(slots, axis=1))
+        length = query_start_loc[1:] - query_start_loc[:-1]
+        requests = _Requests(slots, query_start_loc[:-1], *state.take(slots, axis=1))
         larger, smaller = np.maximum, np.minimum
 
     ratio, start, live = geometry.ratio, requests.start, requests.live
-    end = start + requests.length
+    end = start + length
     entry_start, entry_end = start // ratio, end // ratio
-    final_end = end if draft_tokens is None else end - requests.drafts
+    final_end = end if draft_tokens is None else end - drafts
     kept_from = (final_end // ratio - (geometry.halves - 1)) * ratio
     next_live = larger(kept_from, live)
-    if not np.all(requests.length):  # a request of no tokens keeps its rows
-        next_live = live + (next_live - live) * (requests.length > 0)
+    if not (length if requests.one else length.all()):  # a request of no tokens keeps its rows
+        next_live = live + (next_live - live) * (length > 0)
     next_ring = _wrap(requests.ring + smaller(next_live, start) - live, geometry.ring_rows)
     first_kept = larger(start, next_live)
 
@@ -185,8 +185,6 @@ class _Requests(NamedTuple):
 
     slot: Any
     first_row: Any
-    length: Any
-    drafts: Any
     start: Any
     live: Any
     ring: Any
@@ -197,7 +195,7 @@ class _Requests(NamedTuple):
 
     def only(self, chosen: Any) -> _Requests:
         """Some of several."""
-        return _Requests(*(field if type(field) is int else field[chosen] for field in self))
+        return _Requests(*(field[chosen] for field in self))
 
 
 def _wrap(index: Any, ring_rows: int) -> Any:
@@ -229,9 +227,10 @@ def _windows(
     else:
         closing = counts.nonzero()[0]
         requests, entry_start, counts = requests.only(closing), entry_start[closing], counts[closing]
-        first_window = np.cumsum(counts) - counts
+        first_window = np.arange(total)
         slot_of, row_of, entry = requests.slot, requests.first_row - requests.start, entry_start
         if total > len(closing):
+            first_window = np.cumsum(counts) - counts
             owner, within = _spread(counts, total)
             slot_of, row_of, entry = slot_of[owner], row_of[owner], within + entry_start[owner]
         entry = entry.astype(np.int32)

@@ -55,10 +55,12 @@ class Engine:
         try:
             return await asyncio.wrap_future(self._submit(tenant, _Job(None, execute.Wanted(step, tenant))))
         finally:
-            self.worker.queued.subtract(named)
+            queued = self.worker.queued
             for key in named:
-                if not self.worker.queued[key]:
-                    del self.worker.queued[key]
+                if queued[key] > 1:
+                    queued[key] -= 1
+                else:
+                    del queued[key]
 
     async def call(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run a method of the worker that is no tenant's."""

@@ -19,7 +19,7 @@ from kvfold_client import wire
 from kvfold_kernels import plan as p
 from kvfold_kernels.backends import Backend
 from kvfold_service.caches import TORCH_DTYPES, Caches, CompressorCache
-from kvfold_service.errors import ServiceError
+from kvfold_service.errors import BrokenDeviceError, ServiceError
 
 log = logging.getLogger("kvfold")
 
@@ -175,7 +175,10 @@ class DeviceRunner:
         try:
             launches = self._launch(work)
             self._done.synchronize()
-        except Exception:
+        except Exception as error:
+            if isinstance(error, torch.AcceleratorError):  # sticky: every later call of this process fails, too
+                log.exception("the device failed")
+                raise BrokenDeviceError("the device reported an error and must be started anew") from None
             raise step_failed() from None
         flags = self._flags_host.numpy()
         for i, item in enumerate(work):

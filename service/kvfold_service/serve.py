@@ -32,6 +32,8 @@ from kvfold_service.connection import patient
 from kvfold_service.drain import drain
 from kvfold_service.engine import Engine
 from kvfold_service.errors import StartError
+from kvfold_service.manifest import Manifest
+from kvfold_service.runner import pin
 from kvfold_service.service import Service
 from kvfold_service.settings import Settings
 from kvfold_service.worker import Worker
@@ -100,6 +102,26 @@ def _service(settings: Settings, tokens: Tokens, listener: socket.socket) -> Ser
         if not pages:
             raise StartError("--cache-bytes does not hold one page for each compressor")
     torch.set_grad_enabled(False)
+    try:
+        return _started(settings, tokens, manifest, weights, backend, pages, listener)
+    except (MemoryError, RuntimeError, OSError) as error:
+        log.debug("no memory", exc_info=error)
+        wanted = "--pages, --cache-bytes, --max-requests, --max-body-bytes or --staging-bytes"
+        raise StartError(
+            f"this machine cannot give the memory asked for ({type(error).__name__}); lower {wanted}"
+        ) from None
+
+
+def _started(
+    settings: Settings,
+    tokens: Tokens,
+    manifest: Manifest,
+    weights: weight_files.Weights,
+    backend: backends.Backend,
+    pages: int,
+    listener: socket.socket,
+) -> Service:
+    """All memory taken, and the data path proven."""
     worker = Worker(
         manifest,
         weights,
@@ -114,7 +136,10 @@ def _service(settings: Settings, tokens: Tokens, listener: socket.socket) -> Ser
     )
     log.info("backend %s; bytes by pool: %s", backend.name, worker.caches.bytes_by_pool())
     prove_or_refuse(worker)
-    return Service(settings, Engine(worker), tokens)
+    service = Service(settings, Engine(worker), tokens)
+    if backend.device != "cpu":
+        pin(service.staging.block)
+    return service
 
 
 def _by_port(service: Service, metrics: socket.socket | None) -> ASGIApp:

@@ -26,7 +26,7 @@ class Staging:
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._block = memoryview(mmap.mmap(-1, self.num_bytes))
+        self.block = memoryview(mmap.mmap(-1, self.num_bytes))
         self._free: list[tuple[int, int]] = [(0, self.num_bytes)]  # half-open, ascending, never adjacent
         self._lent: dict[int, int] = {}
 
@@ -45,7 +45,7 @@ class Staging:
                 else:
                     self._free[i] = (start + size, stop)
                 self._lent[start] = start + size
-                return Extent(start, start + size, self._block[start : start + size])
+                return Extent(start, start + size, self.block[start : start + size])
         return None
 
     def grow(self, extent: Extent, num_bytes: int) -> Extent | None:
@@ -58,7 +58,7 @@ class Staging:
         if i < len(self._free) and self._free[i][0] == stop and self._free[i][1] >= wanted:
             self._free[i : i + 1] = [(wanted, self._free[i][1])] if self._free[i][1] > wanted else []
             self._lent[extent.start] = wanted
-            return Extent(extent.start, wanted, self._block[extent.start : wanted])
+            return Extent(extent.start, wanted, self.block[extent.start : wanted])
         moved = self.lend(num_bytes)
         if moved is not None:
             moved.view[: len(extent.view)] = extent.view

@@ -13,11 +13,11 @@ _BENCHES = {"plan": plan.run, "ingest": ingest.run, "latency": latency.run}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", choices=[*_BENCHES, []], default=list(_BENCHES))
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(_BENCHES)}; default all")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     results = {}
-    for name in arguments.names:
+    for name in arguments.names or _BENCHES:
         for case, figures in _BENCHES[name]().items():
             results[f"{name}: {case}"] = figures
             print(f"{name:8} {case:32}", "  ".join(f"{key} {value:.1f}" for key, value in figures.items()), flush=True)

@@ -70,6 +70,7 @@ def process(*arguments: str) -> Iterator[tuple[str, int]]:
 
 
 def worker(**options: Any) -> contextlib.AbstractContextManager[tuple[str, int]]:
-    arguments = {"manifest": "tiny", "weights": "random:1", "port": 0, "log_level": "warning"} | options
+    fixed = {"port": 0, "log_level": "error", "drain_seconds": 0}
+    arguments = {"manifest": "tiny", "weights": "random:1"} | fixed | options
     flags = [part for name, value in arguments.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     return process("-m", "kvfold_service", *flags)
