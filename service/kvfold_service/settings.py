@@ -49,6 +49,9 @@ class Settings(BaseSettings):
         30.0, gt=0, le=86400, description="seconds for a body or a reply to pass, and one more for each MiB"
     )
     lease_seconds: float = Field(30.0, gt=0, le=86400, description="seconds that a request lives after its last use")
+    graphs: Literal["auto", "off"] = Field(
+        "auto", description="capture steps as CUDA graphs where the backend can (none can yet), or never"
+    )
     remembered_steps: int = Field(256, ge=1, description="replies kept for repeated steps, for each tenant")
     token_file: Path | None = Field(None, description="file of bearer tokens; without it every caller is trusted")
     handle_key_file: Path | None = Field(None, description="file of a key for page handles (32 bytes or more)")
