@@ -30,13 +30,16 @@ class Metrics:
         for code in STATUS:
             self.rejections.labels(code)  # a rate needs a zero before the first
         self.registry.register(_State(engine, admission))
+        self._phases: dict[str, Histogram] = {}
         self._sums: dict[str, int] = {}
         self._steps = 0
 
     def observe_step(self, message: dict[str, Any]) -> None:
         self._steps += 1
         for phase, us in message["timings_us"].items():
-            self._phase.labels(phase).observe(us * 1e-6)
+            if phase not in self._sums:
+                self._phases[phase] = self._phase.labels(phase)
+            self._phases[phase].observe(us * 1e-6)
             self._sums[phase] = self._sums.get(phase, 0) + us
 
     def phases(self) -> dict[str, Any]:

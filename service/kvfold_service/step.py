@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +29,7 @@ _INT_DTYPES: Final = {"int32": np.dtype("<i4"), "int64": np.dtype("<i8")}
 _INPUT_DTYPES: Final = {"bf16": ("bf16",), "fp32": ("fp32",), "any": ("bf16", "fp32")}
 
 
-@dataclass(frozen=True, slots=True)
-class StepRequest:
+class StepRequest(NamedTuple):
     id: str
     start: int
     num_tokens: int
@@ -160,9 +159,12 @@ def _requests(value: object) -> tuple[StepRequest, ...]:
             raise malformed("a request must be a map of id, start and num_tokens")
         if item.keys() != _REQUEST_FIELDS:
             expect_fields(item, "a request", _REQUEST_FIELDS)
-        name = expect_id(item["id"], "a request's id")
-        start = expect_int(item["start"], "a request's start")
-        requests.append(StepRequest(name, start, expect_int(item["num_tokens"], "a request's num_tokens", 0)))
+        request = StepRequest(item["id"], item["start"], item["num_tokens"])
+        expect_id(request.id, "a request's id")
+        if type(request.start) is not int or type(request.num_tokens) is not int or request.num_tokens < 0:
+            expect_int(request.start, "a request's start")
+            expect_int(request.num_tokens, "a request's num_tokens", 0)
+        requests.append(request)
     if len({request.id for request in requests}) != len(requests):
         raise malformed("a step may name a request once")
     return tuple(requests)
