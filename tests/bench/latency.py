@@ -7,6 +7,7 @@ ours makes them, and parses the reply.
 from __future__ import annotations
 
 import http.client
+import statistics
 import time
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,7 +15,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from kvfold_client import Client, wire
-from tests.bench.measure import percentiles, worker
+from tests.bench.measure import median_us, percentiles, worker
 
 _REQUESTS = 64
 
@@ -32,7 +33,8 @@ def _body(i: int, rows: np.ndarray) -> bytes:
     return wire.encode(wire.FRAME, message)
 
 
-def _bare(url: str, rows: np.ndarray, steps: int) -> list[float]:
+def _bare(url: str, rows: np.ndarray, steps: int, phases: list[dict[str, float]]) -> list[float]:
+    """µs of each step beyond its kernels; its timings go to `phases`."""
     bodies = [_body(i, rows) for i in range(steps)]
     connection = http.client.HTTPConnection(urlsplit(url).netloc)
     connection.connect()
@@ -45,7 +47,8 @@ def _bare(url: str, rows: np.ndarray, steps: int) -> list[float]:
         data = reply.read()
         took = time.perf_counter() - began
         assert reply.status == 200, data[:500]
-        beyond_us.append(took * 1e6 - wire.decode(wire.MSGPACK, data)["timings_us"]["kernel"])
+        phases.append(wire.decode(wire.MSGPACK, data)["timings_us"])
+        beyond_us.append(took * 1e6 - phases[-1]["kernel"])
     return beyond_us
 
 
@@ -59,11 +62,31 @@ def _ours(url: str, rows: np.ndarray, steps: int) -> list[float]:
     return beyond_us
 
 
+def _floor(url: str, path: str, repeats: int = 300) -> float:
+    """Median µs of a call without a body: what the way there and back costs alone."""
+    connection = http.client.HTTPConnection(urlsplit(url).netloc)
+
+    def ask() -> None:
+        connection.request("GET", path)
+        connection.getresponse().read()
+
+    return median_us(ask, repeats)
+
+
 def run(steps: int = 600) -> dict[str, Any]:
     rows = np.random.default_rng(0).standard_normal((_REQUESTS, 1024), np.float32).view(np.uint32) >> 16
     rows = rows.astype(np.uint16)
     results = {}
     with worker(max_requests=2 * _REQUESTS) as (url, _):
-        for name, send in (("bare client", _bare), ("our client", _ours)):
-            results[f"64 decodes, {name}"] = {f"{p}_us": v for p, v in percentiles(send(url, rows, steps)[20:]).items()}
+        phases: list[dict[str, float]] = []
+        for name, beyond_us in (
+            ("bare client", _bare(url, rows, steps, phases)),
+            ("our client", _ours(url, rows, steps)),
+        ):
+            results[f"64 decodes, {name}"] = {f"{p}_us": v for p, v in percentiles(beyond_us[20:]).items()}
+        results["64 decodes, phases"] = {f"{p}_us": statistics.median(t[p] for t in phases[20:]) for p in phases[0]}
+        results["calls without a body"] = {
+            "livez_us": _floor(url, "/livez"),
+            "by_the_engine_us": _floor(url, "/v1/requests/unknown"),
+        }
     return results
