@@ -9,9 +9,11 @@ SOURCES := clients service kernels tests
 setup: $(VENV)/.ready
 
 # constraints.txt pins what CI runs; torch is the CPU build that satisfies it.
+# nixl goes in without its dependencies: one of them is a second CUDA build of it.
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0 --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-deps nixl==1.5.1 nixl-cu12==1.5.1
 	touch $@
 
 demo: setup  ## a worker process serves the compressors of a small DeepSeek-V4 model
