@@ -22,6 +22,7 @@ from kvfold_kernels import geometry as g
 from kvfold_kernels.compress import triton_kernels
 from kvfold_kernels.compress.triton_tiling import (
     Tiling,
+    append_warps,
     choose_tiling,
     entry_constants,
     launch_options,
@@ -38,7 +39,6 @@ IS_ROCM = torch.version.hip is not None
 NO_FLAG = 2**31 - 1
 """What a flag holds while no bad value was seen."""
 FLAG_BLOCK, FLAG_WARPS = 4096, 8
-APPEND_WARPS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,8 @@ def _append_only(
     assert appends.stride(1) == 1 or num_appends == 1, "a plan's columns must be adjacent"
     kernels.append_rows[(num_appends,)](
         appends, appends.stride(0), num_appends, counts, kv_score, rings,
-        WIDTH=kv_score.shape[1], EARLY=device.early, num_warps=APPEND_WARPS, **device.options,
+        WIDTH=kv_score.shape[1], EARLY=device.early,
+        num_warps=append_warps(kv_score.shape[1], device.wavefront), **device.options,
     )  # fmt: skip
     return 1
 

@@ -128,8 +128,10 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
     constants |= common | {"DIM": hca.head_dim}
     warps = tilings.num_warps(hca.head_dim, 4, target.warp_size)
     yield Variant("hca finish", kernels.finish_windows, "fp32", "fp32", constants, warps, options)
-    constants = common | {"WIDTH": hca.row_width}
-    yield Variant("append", kernels.append_rows, "fp32", "fp32", constants, backend.APPEND_WARPS, options)
+    for geometry in (hca, csa, indexer):
+        warps = tilings.append_warps(geometry.row_width, target.warp_size)
+        constants = common | {"WIDTH": geometry.row_width}
+        yield Variant(f"append {geometry.kind}", kernels.append_rows, "fp32", "fp32", constants, warps, options)
     constants = {"WIDTH": hca.row_width, "BLOCK": backend.FLAG_BLOCK}
     yield Variant("flag", kernels.flag_values, "bf16", "bf16", constants, backend.FLAG_WARPS, {})
 
