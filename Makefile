@@ -1,10 +1,11 @@
 # The same commands for people and for CI. Everything a target needs is set up by the target.
 PYTHON ?= python3
 VENV ?= .venv
+CUTE ?= .venv-cute
 BIN := $(VENV)/bin
 SOURCES := clients service kernels tests
 
-.PHONY: setup demo test test-long check format bench clean
+.PHONY: setup kernels demo test test-long check format bench clean
 
 setup: $(VENV)/.ready
 
@@ -16,10 +17,20 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --no-deps nixl==1.5.1 nixl-cu12==1.5.1
 	touch $@
 
+# The kernels' compiler has a venv of its own on top of $(VENV): what runs them does without it.
+$(CUTE)/.ready: $(VENV)/.ready
+	$(BIN)/python -m venv $(CUTE)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" > $$($(CUTE)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kvfold.pth
+	$(CUTE)/bin/python -m pip install --quiet 'nvidia-cutlass-dsl[cu13]==4.8.1'
+	touch $@
+
+kernels: $(CUTE)/.ready  ## the cute kernels, compiled ahead; nothing to do if they fit the sources
+	$(CUTE)/bin/python -m kvfold_kernels.compress.cute_build
+
 demo: setup  ## a worker process serves the compressors of a small DeepSeek-V4 model
 	$(BIN)/kvfold demo
 
-test: setup  ## all tests that fit into a quarter of an hour
+test: setup kernels  ## all tests that fit into a quarter of an hour
 	$(BIN)/python -m pytest -m 'not long'
 
 test-long: setup  ## fuzzing and stateful tests at length
@@ -38,4 +49,4 @@ bench: setup  ## plan, kernels, ingest and step latency on this machine
 	$(BIN)/python -m tests.bench --out bench.json
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CUTE) kernels/kvfold_kernels/compress/cute/lib build dist .pytest_cache .ruff_cache .hypothesis

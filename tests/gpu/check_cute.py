@@ -178,14 +178,14 @@ def check_hard_scores(kind: str, given: str) -> str:
     return f"{'BAD' if unexplained else 'ok '} {differ}/{written} bytes differ, {unexplained} unexplained"
 
 
-def check_repeats_and_races(kind: str, given: str, repeats: int) -> str:
+def check_repeats_and_races(kind: str, given: str, ring: str, repeats: int) -> str:
     """The same step again and again, back to back with early starts; every other launch writes other bytes."""
     compressor = make_compressor(kind, "fp8_ds_mla")
     device = on_gpu(compressor)
-    holder = Holder(compressor, SimpleNamespace(compress=lambda *_: 0), ring_dtype=DTYPES[given])
-    total = 600
+    holder = Holder(compressor, SimpleNamespace(compress=lambda *_: 0), ring_dtype=DTYPES[ring])
+    total = 600 if ring == given else 2100
     holder.state[p.COMMITTED, 1], holder.state[p.LIVE_START, 1] = 1000, compressor.geometry.live_start(1000)
-    holder.rings = make_rows(compressor.geometry, holder.rings[..., 0].numel(), dtype=given).view_as(holder.rings)
+    holder.rings = make_rows(compressor.geometry, holder.rings[..., 0].numel(), dtype=ring).view_as(holder.rings)
     plan = holder.step([(1, total)], torch.empty(0))
     windows, appends = (torch.from_numpy(a.copy()).cuda() for a in (plan.windows, plan.appends))
     chain = [make_rows(compressor.geometry, total, seed=i, dtype=given).cuda() for i in range(2)]
@@ -206,7 +206,7 @@ def check_repeats_and_races(kind: str, given: str, repeats: int) -> str:
         cute.compress(windows, appends, stream_rows, got_rings, pages, device)
         wrong += (pages != want[i % 2][0]).sum()  # a kernel reads the pages just after
         if i % 2:
-            integer = torch.int16 if given == "bf16" else torch.int32
+            integer = torch.int16 if ring == "bf16" else torch.int32
             wrong += (got_rings.view(integer) != want[1][1].view(integer)).sum()
     torch.cuda.synchronize()
     return f"{'BAD' if int(wrong) else 'ok '} {repeats} launches, {int(wrong)} wrong bytes"
@@ -243,19 +243,21 @@ def check_chain(given: str, repeats: int) -> str:
     return f"{'BAD' if wrong else 'ok '} {repeats} chained launches, {wrong} wrong bytes"
 
 
-def check_shapes(given: str, total: int, start: int = 0) -> str:
+def check_shapes(given: str, ring: str, starts: list[int], lengths: list[int]) -> str:
     """Every kernel shape of hca on one step: the same bytes."""
-    compressor = make_compressor("hca", "fp8_ds_mla", max_position=start + total + 8192)
-    geometry, layout = compressor.geometry, compressor.layout
-    state = p.empty_state(1)
-    state[p.COMMITTED], state[p.LIVE_START] = start, geometry.live_start(start)
-    state[p.RING_START] = geometry.ring_rows - 70  # the ring rows wrap
-    num_pages = -(-geometry.num_entries(start + total) // layout.entries)
-    table = np.random.default_rng(0).permutation(num_pages).astype(np.int32)[None]
-    plan = p.make_plan(geometry, state, np.zeros(1, np.int64), np.array([0, total]), table, layout.entries)
+    longest = max(start + length for start, length in zip(starts, lengths, strict=True))
+    compressor = make_compressor("hca", "fp8_ds_mla", max_position=longest + 8192)
+    geometry, layout, batch, total = compressor.geometry, compressor.layout, len(starts), sum(lengths)
+    state = p.empty_state(batch)
+    state[p.COMMITTED], state[p.LIVE_START] = starts, [geometry.live_start(start) for start in starts]
+    state[p.RING_START] = (geometry.ring_rows - 70 + 37 * np.arange(batch)) % geometry.ring_rows  # some wrap
+    width = -(-geometry.num_entries(longest) // layout.entries)
+    num_pages = batch * width
+    table = np.random.default_rng(0).permutation(num_pages).astype(np.int32).reshape(batch, width)
+    plan = p.make_plan(geometry, state, np.arange(batch), np.cumsum([0, *lengths]), table, layout.entries)
     windows, appends = (torch.from_numpy(a.copy()).cuda() for a in (plan.windows, plan.appends))
     rows = torch.randn(total, geometry.row_width, device="cuda").to(DTYPES[given])
-    first_rings = torch.randn(1, geometry.ring_rows, geometry.row_width, device="cuda").to(DTYPES[given])
+    first_rings = torch.randn(batch, geometry.ring_rows, geometry.row_width, device="cuda").to(DTYPES[ring])
     device, results = on_gpu(compressor), []
     points = (cute.variants.BOXES_WINDOWS, cute.variants.STREAM_WINDOWS)
     for boxes, stream in ((10**6, 10**6), (1, 10**6), (1, 1)):
@@ -362,13 +364,25 @@ def main() -> None:
     for kind in ("hca", "csa", "indexer"):
         for given in ("bf16", "fp32"):
             checks.append((f"hard {kind} {given}", lambda k=kind, g=given: check_hard_scores(k, g)))
-            if kind != "indexer":
-                checks.append(
-                    (f"race {kind} {given}", lambda k=kind, g=given: check_repeats_and_races(k, g, args.repeats))
+    for kind in ("hca", "csa"):
+        for given, ring in PAIRS:
+            checks.append(
+                (
+                    f"race {kind} {given}/{ring}",
+                    lambda k=kind, g=given, b=ring: check_repeats_and_races(k, g, b, args.repeats),
                 )
-    for given in ("bf16", "fp32"):
-        for total, start in ((300, 100), (5000, 77), (61440, 0), (62000, 130), (131072, 5)):
-            checks.append((f"shapes {given} {start}+{total}", lambda g=given, t=total, s=start: check_shapes(g, t, s)))
+            )
+    for given, ring in PAIRS:
+        steps = [([s], [n]) for n, s in ((300, 100), (1500, 60), (5000, 77), (61440, 0), (62000, 130), (131072, 5))]
+        steps.append(([127 + 128 * i for i in range(40)], [1] * 40))
+        steps.append(([5 * i for i in range(60)], [1 + 7 * i % 400 for i in range(60)]))
+        for starts, lengths in steps:
+            checks.append(
+                (
+                    f"shapes {given}/{ring} {len(starts)} from {starts[0]}, {sum(lengths)}",
+                    lambda g=given, b=ring, s=starts, n=lengths: check_shapes(g, b, s, n),
+                )
+            )
     for given in ("bf16", "fp32"):
         checks.append((f"chain csa {given}", lambda g=given: check_chain(g, args.repeats)))
     for given, ring in PAIRS:

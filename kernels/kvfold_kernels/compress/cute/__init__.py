@@ -1,76 +1,62 @@
 """`compress` on NVIDIA GPUs: kernels in the CuTe DSL, one launch a step.
 
 The sums follow `reference`'s order in every variant; see `step` for what differs from its arithmetic. Kernels come from
-the shared library built ahead of time, or are compiled on first use where cutlass is installed.
+the library that was compiled ahead, or from the compiler on first use, see `loading`.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
+import logging
 import pathlib
 
 import torch
 
 from kvfold_kernels import geometry as g
 from kvfold_kernels import plan as p
+from kvfold_kernels.compress import check_operands
+from kvfold_kernels.compress.cute import loading
+from kvfold_kernels.compress.cute.device import architecture, max_clusters
 from kvfold_kernels.compress.cute.variants import ARCHITECTURES, Variant, choose, choose_layer
 from kvfold_kernels.compressor import Compressor
 
+log = logging.getLogger("kvfold")
+
 LIBRARIES = pathlib.Path(__file__).with_name("lib")
-"""Folder of the built libraries, kvfold_cute_<architecture>.so."""
+"""Folder of the libraries and their manifests, kvfold_cute_<architecture>.so and .json."""
 
 _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 _NO_LIMIT = 2**31 - 1
 NO_FLAG = 2**63 - 1
 """What a flag holds while no bad value was seen."""
-_ROW_WIDTHS = {name: g.Geometry(name, kind.ratio, kind.head_dim).row_width for name, kind in g.KINDS.items()}
-
-
-@functools.cache
-def architecture() -> str:
-    major, minor = torch.cuda.get_device_capability()
-    return f"sm_{major}{minor}a"
+_KIND_OF_WIDTH = {g.Geometry(name, kind.ratio, kind.head_dim).row_width: name for name, kind in g.KINDS.items()}
 
 
 def why_not() -> str | None:
     """Why the kernels cannot run on the current device, or None."""
     if torch.version.hip is not None or architecture() not in ARCHITECTURES:
         return f"has kernels for {', '.join(ARCHITECTURES)} only"
-    if not _path().exists() and importlib.util.find_spec("cutlass") is None:
-        return f"has no built library for {architecture()} here, and nvidia-cutlass-dsl to compile one is not installed"
+    try:
+        kernels()
+    except loading.NoKernelsError as error:
+        return str(error)
     return None
 
 
-def _path() -> pathlib.Path:
-    return LIBRARIES / f"kvfold_cute_{architecture()}.so"
+def start() -> None:
+    """Find the kernels and ask the device what a step would else have to ask, and say where the kernels come from."""
+    log.info("backend cute: %s; %d clusters at once", kernels().origin, max_clusters())
 
 
 @functools.cache
-def _library(path: pathlib.Path):
-    import tvm_ffi
-
-    return tvm_ffi.load_module(str(path))
+def kernels() -> loading.Kernels:
+    return loading.find(LIBRARIES, architecture())
 
 
 @functools.cache
 def kernel(variant: Variant):
-    """The compiled kernel: from the library, else compiled now."""
-    if _path().exists():
-        return _library(_path())[variant.name]
-    from kvfold_kernels.compress.cute.compile import compile_variant
-
-    return compile_variant(variant)
-
-
-@functools.cache
-def max_clusters() -> int:
-    """Clusters of 8 blocks of a whole multiprocessor each that run at once.
-
-    A cluster lies in one GPC, and not every GPC has a multiple of 8: the H200's 132 multiprocessors hold 15
-    (cuOccupancyMaxActiveClusters). One too many would wait for a whole round of the others.
-    """
-    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count // 8 - 1
+    """The launcher of a variant."""
+    return kernels().get(variant)
 
 
 @functools.cache
@@ -113,7 +99,8 @@ def _operands(
     compressor: Compressor,
     counts: torch.Tensor | None,
 ) -> tuple[tuple, tuple, tuple]:
-    """A call's tensors, its two bounds and its numbers, in the kernels' order."""
+    """A call's tensors, its two bounds and its numbers, in the kernels' order. Raises ValueError, see `compress`."""
+    check_operands(windows, appends, kv_score, rings, pages, compressor)
     _require_compiled(compressor.geometry)
     device, layout = kv_score.device, compressor.layout
     max_windows, max_appends = windows.shape[1], appends.shape[1]
@@ -146,31 +133,29 @@ def compress(
 
     counts  int32 `[2]` on the device: how many of the windows and appends are real. None: all. A captured graph is
             launched for the most there can be; blocks past the counts leave at once.
-    Raises ValueError for another ratio or head_dim than the kind's usual ones, or operands of another shape or dtype.
-    Windows, appends and counts must have been written by a copy (not by a kernel launched with an early trigger): they
-    are read before the earlier kernels of the stream have ended.
+    Raises ValueError for another ratio or head_dim than the kind's usual ones, or operands of another shape, dtype or
+    device; then nothing was launched. Windows, appends and counts must have been written by a copy (not by a kernel
+    launched with an early trigger): they are read before the earlier kernels of the stream have ended.
     """
-    max_windows, max_appends = windows.shape[1], appends.shape[1]
-    if max_windows == 0 and max_appends == 0:
+    tensors, bounds, numbers = _operands(windows, appends, kv_score, rings, pages, compressor, counts)
+    if not any(bounds):
         return 0
     given, ring = _DTYPE_NAMES[kv_score.dtype], _DTYPE_NAMES[rings.dtype]
     fmt, profile = compressor.layout.format.name, compressor.indexer_profile
-    variant = choose(compressor.geometry.kind, fmt, profile, given, ring, max_windows)
-    tensors, bounds, numbers = _operands(windows, appends, kv_score, rings, pages, compressor, counts)
+    variant = choose(compressor.geometry.kind, fmt, profile, given, ring, bounds[0])
     kernel(variant)(*tensors, *bounds, max_clusters(), *numbers)
     return 1
 
 
 def compress_layer(main: tuple, indexer: tuple) -> int:
     """A csa layer's main and indexer compressor: `compress(*main)` and `compress(*indexer)`, in one launch where their
-    formats have a kernel for it."""
-    kv_score, rings, main_compressor, indexer_compressor = main[2], main[3], main[5], indexer[5]
-    given, ring = _DTYPE_NAMES[kv_score.dtype], _DTYPE_NAMES[rings.dtype]
-    formats = (main_compressor.layout.format.name, indexer_compressor.layout.format.name)
-    variant = choose_layer(given, ring, *formats, indexer_compressor.indexer_profile)
+    formats have a kernel for it. Each side with or without counts. Returns the launches; raises as `compress` does."""
+    sides = [_operands(*side, *([None] * (7 - len(side)))) for side in (main, indexer)]
+    given, ring = _DTYPE_NAMES[main[2].dtype], _DTYPE_NAMES[main[3].dtype]
+    formats = (main[5].layout.format.name, indexer[5].layout.format.name)
+    variant = choose_layer(given, ring, *formats, indexer[5].indexer_profile)
     if variant is None:
         return compress(*main) + compress(*indexer)
-    sides = [_operands(*side, *([None] * (7 - len(side)))) for side in (main, indexer)]
     if not any(bound for _, bounds, _ in sides for bound in bounds):
         return 0
     kernel(variant)(*(operand for tensors, bounds, numbers in sides for operand in (*tensors, *bounds, *numbers)))
@@ -178,11 +163,12 @@ def compress_layer(main: tuple, indexer: tuple) -> int:
 
 
 def flag_non_finite(kv_score: torch.Tensor, num_tokens: int, flag: torch.Tensor) -> None:
-    """See `kvfold_kernels.compress.FlagNonFiniteFn`."""
+    """See `kvfold_kernels.compress.FlagNonFiniteFn`. Raises ValueError for rows of another width or dtype."""
     if num_tokens == 0:
         return
-    kind = next(name for name, width in _ROW_WIDTHS.items() if width == kv_score.shape[1])
-    dtype = _DTYPE_NAMES[kv_score.dtype]
+    kind, dtype = _KIND_OF_WIDTH.get(kv_score.shape[-1]), _DTYPE_NAMES.get(kv_score.dtype)
+    if kind is None or dtype is None:
+        raise ValueError(f"rows of no kind: {kv_score.dtype} {list(kv_score.shape)}")
     kernel(Variant("flags", kind, dtype, dtype))(kv_score, num_tokens, flag)
 
 

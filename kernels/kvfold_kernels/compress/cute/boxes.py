@@ -31,7 +31,7 @@ class BoxesKernel(TilesKernel):
         return Tile(self.geometry, self.rows)
 
     @property
-    def shared_bytes(self) -> int:
+    def dynamic_shared_bytes(self) -> int:
         return self.tile.num_bytes + GROUP_BYTES + SUMS_BYTES + 2 * BARRIER_BYTES
 
     @cute.jit
@@ -65,7 +65,7 @@ class BoxesKernel(TilesKernel):
             grid=[clusters * self.tiles, 1, 1],
             block=[self.threads, 1, 1],
             cluster=[self.tiles, 1, 1],
-            smem=self.shared_bytes,
+            smem=self.dynamic_shared_bytes,
             stream=stream,
             use_pdl=True,
             min_blocks_per_mp=self.blocks_per_multiprocessor,
@@ -93,7 +93,6 @@ class BoxesKernel(TilesKernel):
                     ops.barrier_init(arrived, 1)
                     ops.barrier_expect(arrived, 4 * self.tiles)
                     ops.barrier_init(landing[1], 1)
-                    ops.barrier_expect(landing[1], self.tile.num_bytes)
                 ops.cluster_arrive()
                 cute.arch.sync_threads()
                 source = self.tile.source(operands, window)
@@ -101,8 +100,9 @@ class BoxesKernel(TilesKernel):
                 ops.prefetch_map(lane_map, box.taken & Int32(warp == 0))
                 opened = self.prepare(operands, window, index * TILE, thread)
                 if warp == 0:
+                    ops.barrier_expect_if(landing[1], self.tile.landing_bytes(source.num_ring), Int32(lane == 0))
                     self.tile.fetch(landing, lane_map, box, index)
-                self.pool_tile(landing, opened, groups, warp, lane)
+                self.pool_tile(landing, opened, groups, warp, lane, source.num_ring)
                 if thread < LANES:
                     self.close(operands, opened, index, thread, groups, sums, arrived)
             else:
@@ -124,10 +124,10 @@ class BoxesKernel(TilesKernel):
         ops.wait_for_earlier_grids()
         return Opened(slot, [], ape, weight, cos, sin)
 
-    def pool_tile(self, landing: tuple, opened: Opened, groups, group, lane) -> None:
+    def pool_tile(self, landing: tuple, opened: Opened, groups, group, lane, num_ring) -> None:
         """A group's m, l, o of a lane's columns → shared `[3, groups, tile]`."""
         ops.barrier_wait(landing[1], 0)
-        scores, values = self.tile.read(landing[0], group, lane)
+        scores, values = self.tile.read(landing[0], group, lane, num_ring)
         scores = [[ops.add(a, b) for a, b in zip(s, e, strict=True)] for s, e in zip(scores, opened.ape, strict=True)]
         partial = [pool_rows([s[c] for s in scores], [v[c] for v in values]) for c in range(COLUMNS)]
         at = groups + 4 * (group * TILE + lane * COLUMNS)

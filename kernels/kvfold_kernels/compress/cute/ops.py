@@ -215,6 +215,15 @@ def shared_words(address, count: int) -> list:
     return asm(f"ld.shared.v{count}.b32 {{{targets}}}, [${count}];", [Int32] * count, [address], effects=True)
 
 
+def shared_mixed2(wide_address, address, index: int, num_wide) -> list:
+    """2 columns as fp32 words, from fp32 at `wide_address` where index < num_wide, else from bf16 at `address`."""
+    text = (
+        f"{{.reg .pred p; setp.gt.s32 p, $4, {index}; @p ld.shared.v2.b32 {{$0, $1}}, [$2];"
+        " @!p ld.shared.b32 $1, [$3]; @!p shl.b32 $0, $1, 16; @!p and.b32 $1, $1, 0xffff0000;}"
+    )
+    return asm(text, [Int32] * 2, [wide_address, address, num_wide], effects=True, early=True)
+
+
 def barrier(name, num_threads: int) -> None:
     asm(f"bar.sync $0, {num_threads};", [], [Int32(name)], effects=True)
 
@@ -249,9 +258,9 @@ def select64(condition, a, b):
 def load_mixed2(address, wide) -> list:
     """2 columns as fp32 words, from fp32 where `wide`, else from bf16."""
     text = (
-        "{.reg .pred p; .reg .b32 s; setp.ne.b32 p, $3, 0;"
-        " @p ld.global.L1::no_allocate.v2.b32 {$0, $1}, [$2]; @!p ld.global.L1::no_allocate.b32 s, [$2];"
-        " @!p shl.b32 $0, s, 16; @!p and.b32 $1, s, 0xffff0000;}"
+        "{.reg .pred p; setp.ne.b32 p, $3, 0;"
+        " @p ld.global.L1::no_allocate.v2.b32 {$0, $1}, [$2]; @!p ld.global.L1::no_allocate.b32 $1, [$2];"
+        " @!p shl.b32 $0, $1, 16; @!p and.b32 $1, $1, 0xffff0000;}"
     )
     return asm(text, [Int32] * 2, [address, Int32(wide)], effects=True, early=True)
 

@@ -114,6 +114,10 @@ class StreamKernel:
     def tile(self) -> Tile:
         return Tile(self.geometry, self.rows)
 
+    @property
+    def dynamic_shared_bytes(self) -> int:
+        return self.shared(0).total
+
     def shared(self, base) -> Shared:
         return Shared(base, self.stages, self.tile.num_bytes)
 
@@ -149,7 +153,7 @@ class StreamKernel:
             grid=[clusters * self.tiles, 1, 1],
             block=[self.threads, 1, 1],
             cluster=[self.tiles, 1, 1],
-            smem=self.shared(0).total,
+            smem=self.dynamic_shared_bytes,
             stream=stream,
             use_pdl=True,
         )
@@ -175,14 +179,17 @@ class StreamKernel:
         cute.arch.sync_threads()
         if warp < GROUPS:
             ape = self.tile.ape_rows(operands, warp, index * TILE + lane * COLUMNS)
+            num_ring = self.num_ring(operands, cluster)
             ops.wait_for_earlier_grids()
             for i in range(mine):
-                self.pool(shared, i, warp, lane, ape)
+                following_ring = self.num_ring(operands, cluster + (i + 1) * clusters)
+                self.pool(shared, i, warp, lane, ape, num_ring)
+                num_ring = following_ring
         if warp == PRODUCER:
             window_map = self.tile.window_map(atoms)
             ops.prefetch_map(window_map, Int32(lane == 0))
-            input_once = self.tile.past_l2(operands, KEPT_INPUT_BYTES)
-            ring_once = self.tile.past_l2(operands, KEPT_RING_BYTES)
+            input_once = self.tile.past_l2(operands, self.rows.input_bytes, KEPT_INPUT_BYTES)
+            ring_once = self.tile.past_l2(operands, self.rows.ring_bytes, KEPT_RING_BYTES)
             end, num_ring, ring_slot, ring_first = self.tile.source(operands, cluster)
             lane_map = self.tile.lane_map(atoms, lane)
             ops.prefetch_map(lane_map, Int32(num_ring > 0))
@@ -193,7 +200,7 @@ class StreamKernel:
                 stage = i % self.stages
                 ops.barrier_wait(shared.free(stage), (i // self.stages & 1) ^ 1)
                 landing = (shared.stage(stage), shared.full(stage))
-                ops.barrier_expect_if(landing[1], self.tile.num_bytes, Int32(lane == 0))
+                ops.barrier_expect_if(landing[1], self.tile.landing_bytes(source.num_ring), Int32(lane == 0))
                 if source.num_ring != 0:
                     box = self.tile.box(operands, source, lane)
                     if ring_once != 0:
@@ -234,15 +241,19 @@ class StreamKernel:
         for exchange in range(EXCHANGES):
             ops.barrier_init(shared.arrived(exchange), 1)
 
+    def num_ring(self, operands: Operands, window):
+        """Rows of a window that are fp32 beside bf16 ones; 0 where all are of one dtype."""
+        return operands.field(p.NUM_RING, operands.existing(window)) if self.rows.mixed else Int32(0)
+
     def target(self, operands: Operands, window) -> tuple:
         window = operands.existing(window)
         return operands.field(p.SLOT, window), operands.field(p.POSITION, window)
 
-    def pool(self, shared: Shared, i, group, lane, ape: list) -> None:
+    def pool(self, shared: Shared, i, group, lane, ape: list, num_ring) -> None:
         """A group's m, l, o of a lane's columns."""
         stage, buffer = i % self.stages, i % BUFFERS
         ops.barrier_wait(shared.full(stage), (i // self.stages) & 1)
-        scores, values = self.tile.read(shared.stage(stage), group, lane)
+        scores, values = self.tile.read(shared.stage(stage), group, lane, num_ring)
         ops.warp_sync()
         ops.barrier_arrive(shared.free(stage), Int32(lane == 0))
         scores = [[ops.add(a, b) for a, b in zip(s, e, strict=True)] for s, e in zip(scores, ape, strict=True)]

@@ -5,6 +5,9 @@
     merge    the groups' partial softmaxes
 
 A landing is two shared addresses: where the tile goes, `[score | kv][rows][64]`, and the barrier that counts bytes.
+
+With bf16 input and fp32 rings both lie in one part of rows·64·4 bytes: ring row i from byte i·256 on, input row i from
+rows·128 + i·128 on. The rows of the ring are a window's first ones, k ≤ rows, so they end at k·256 ≤ rows·128 + k·128.
 """
 
 from __future__ import annotations
@@ -41,9 +44,9 @@ class Source(NamedTuple):
 
 
 class Box(NamedTuple):
-    """A lane's part of a window: row of the tile, row of the source, whether there is one."""
+    """A lane's part of a window: its bytes' place in a part, row of the source, whether there is one."""
 
-    row: object
+    place: object
     origin: object
     taken: object
 
@@ -60,13 +63,33 @@ class Tile:
         return self.geometry.window_rows // GROUPS
 
     @property
+    def input_row_bytes(self) -> int:
+        return TILE * self.rows.input_bytes
+
+    @property
+    def ring_row_bytes(self) -> int:
+        return TILE * self.rows.ring_bytes
+
+    @property
     def part_bytes(self) -> int:
         """The score (or kv) part."""
-        return self.geometry.window_rows * TILE * self.rows.input_bytes
+        return self.geometry.window_rows * self.ring_row_bytes
+
+    @property
+    def input_start(self) -> int:
+        """Where row 0 of the input would lie in a part."""
+        return self.geometry.window_rows * (self.ring_row_bytes - self.input_row_bytes)
 
     @property
     def num_bytes(self) -> int:
         return 2 * self.part_bytes
+
+    def landing_bytes(self, num_ring):
+        """What a window of so many ring rows brings."""
+        if not self.rows.mixed:
+            return self.num_bytes
+        more = num_ring * (2 * (self.ring_row_bytes - self.input_row_bytes))
+        return more + 2 * self.geometry.window_rows * self.input_row_bytes
 
     @property
     def sizes(self) -> list[int]:
@@ -124,20 +147,24 @@ class Tile:
         first, second, third = Int32(run == 0), Int32(run == 1), Int32(run == 2)
         rows = first * before + second * after + third * (self.geometry.window_rows - source.num_ring)
         larger = rows - (rows & ((Int32(2) << bit) - 1))
+        row = second * before + third * source.num_ring + larger
+        place = row * self.ring_row_bytes
+        if self.rows.mixed:
+            place = ops.select_int(third, row * self.input_row_bytes + self.input_start, place)
         return Box(
-            row=second * before + third * source.num_ring + larger,
+            place=place,
             origin=first * (flat + source.ring_first) + second * flat + third * given + larger,
             taken=(rows >> bit) & 1,
         )
 
-    def past_l2(self, operands: Operands, kept_bytes: int):
+    def past_l2(self, operands: Operands, item_bytes: int, kept_bytes: int):
         """Whether the launch reads more than `kept_bytes`, so that little of it would be found in the L2 again."""
-        most = kept_bytes // (self.geometry.window_rows * self.rows.width * self.rows.input_bytes)
+        most = kept_bytes // (self.geometry.window_rows * self.rows.width * item_bytes)
         return Int32(operands.max_windows > most)
 
     def fetch(self, landing: tuple, lane_map, box: Box, index, *, once: bool = False) -> None:
         """Scores and values of a lane's box."""
-        target = landing[0] + box.row * (TILE * self.rows.input_bytes)
+        target = landing[0] + box.place
         for part in range(2):
             column = index * TILE + (1 - part) * self.geometry.half_width
             at = (target + part * self.part_bytes, landing[1])
@@ -146,17 +173,28 @@ class Tile:
     def fetch_window(self, landing: tuple, window_map, source: Source, index, lane, *, once: bool = False) -> None:
         """All rows from the input: lane 0 fetches the scores, lane 1 the values."""
         column = index * TILE + (1 - lane) * self.geometry.half_width
-        at = (landing[0] + lane * self.part_bytes, landing[1])
+        at = (landing[0] + self.input_start + lane * self.part_bytes, landing[1])
         row = source.end - (self.geometry.window_rows - 1)
         ops.fetch_box(at, window_map, (column, row), Int32(lane < 2), once=once)
 
-    def read(self, start, group, lane) -> tuple:
+    def read(self, start, group, lane, num_ring) -> tuple:
         """Scores and values of a group, a list of a lane's columns for each row."""
-        item = self.rows.input_bytes
-        at = start + group * (self.group_rows * TILE * item) + lane * (COLUMNS * item)
-        rows = range(self.group_rows)
-        scores = [self._fp32(at + row * (TILE * item)) for row in rows]
-        return scores, [self._fp32(at + self.part_bytes + row * (TILE * item)) for row in rows]
+        read = self._mixed if self.rows.mixed else self._uniform
+        return tuple(read(start + part * self.part_bytes, group * self.group_rows, lane, num_ring) for part in range(2))
+
+    def _uniform(self, start, first_row, lane, _) -> list:
+        at = start + first_row * self.input_row_bytes + lane * (COLUMNS * self.rows.input_bytes)
+        return [self._fp32(at + i * self.input_row_bytes) for i in range(self.group_rows)]
+
+    def _mixed(self, start, first_row, lane, num_ring) -> list:
+        ring = start + first_row * self.ring_row_bytes + lane * (COLUMNS * self.rows.ring_bytes)
+        given = start + self.input_start + first_row * self.input_row_bytes + lane * (COLUMNS * self.rows.input_bytes)
+        rows = []
+        for i in range(self.group_rows):
+            addresses = ring + i * self.ring_row_bytes, given + i * self.input_row_bytes
+            words = ops.shared_mixed2(*addresses, i, num_ring - first_row)
+            rows.append([ops.from_bits(word) for word in words])
+        return rows
 
     def _fp32(self, address) -> list:
         loaded = ops.shared_words(address, COLUMNS * self.rows.input_bytes // 4)

@@ -68,7 +68,7 @@ def choose(kind: str, cache_format: str, profile: str, given: str, ring: str, ma
     if KINDS[kind].halves > 1:
         return Variant("overlap", kind, given, ring, cache_format, profile)
     shape = "tiles"
-    if given == ring and max_windows >= BOXES_WINDOWS:
+    if max_windows >= BOXES_WINDOWS:
         shape = "stream" if max_windows >= STREAM_WINDOWS else "boxes"
     return Variant(shape, kind, given, ring, cache_format, profile)
 
@@ -140,7 +140,7 @@ def compile_time(variant: Variant):
     rows, writer = rows_of(geometry), writer_of(geometry)
     assert geometry.window_rows % GROUPS == 0
     if variant.shape == "stream":
-        return StreamKernel(geometry, rows, writer, 6 if rows.input_bytes == 2 else 3)
+        return StreamKernel(geometry, rows, writer, 6 if rows.ring_bytes == 2 else 3)
     if variant.shape == "boxes":
-        return BoxesKernel(geometry, rows, writer, 3)
+        return BoxesKernel(geometry, rows, writer, 2 if rows.mixed else 3)
     return TilesKernel(geometry, rows, writer, 1 if rows.mixed else 2)
