@@ -11,10 +11,10 @@ import torch
 from kvfold_kernels import plan as p
 from kvfold_kernels.compress import cute
 from kvfold_kernels.compress.cute.variants import (
-    BOXES_WINDOWS,
     DTYPE_PAIRS,
     INDEXER_PROFILES,
     LAYER_FORMATS,
+    MIXED_STREAM_WINDOWS,
     PROFILED,
     STREAM_WINDOWS,
     Variant,
@@ -38,8 +38,8 @@ def test_the_windows_of_a_step_choose_the_kernel(given, ring):
 
     assert shape("hca", 0) == shape("csa", 0) == shape("indexer", 0) == "append"
     assert shape("csa", 1) == shape("csa", 10**5) == shape("indexer", 7) == "overlap"
-    sizes = (1, BOXES_WINDOWS - 1, BOXES_WINDOWS, STREAM_WINDOWS - 1, STREAM_WINDOWS, 10**5)
-    assert [shape("hca", n) for n in sizes] == ["tiles", "tiles", "boxes", "boxes", "stream", "stream"]
+    until = STREAM_WINDOWS if given == ring else MIXED_STREAM_WINDOWS
+    assert [shape("hca", n) for n in (1, until - 1, until, 10**5)] == ["tiles", "tiles", "stream", "stream"]
 
 
 def test_whatever_a_step_takes_is_built():
@@ -91,16 +91,16 @@ def make_call(kind="csa", cache_format=None, given="bf16", ring="fp32", windows=
 @pytest.mark.parametrize(("given", "ring"), DTYPE_PAIRS)
 @pytest.mark.parametrize(("kind", "cache_format"), FORMATS)
 def test_a_step_is_one_launch_of_its_variant(launches, kind, cache_format, given, ring):
-    call = make_call(kind, cache_format, given, ring, windows=BOXES_WINDOWS)
+    call = make_call(kind, cache_format, given, ring, windows=6)
     assert cute.compress(*call) == 1
     ((variant, operands),) = launches
-    assert variant == choose(kind, cache_format, "vllm", given, ring, BOXES_WINDOWS)
+    assert variant == choose(kind, cache_format, "vllm", given, ring, 6)
     assert [operand is passed for operand, passed in zip(operands, call, strict=False)][:2] == [True, True]
     assert operands[2].tolist() == [2**31 - 1] * 2  # no counts: all windows and appends are real
     compressor = call[-1]
     tables = [compressor.ape, compressor.norm_weight, compressor.cos_sin]
     assert all(a is b for a, b in zip(operands[3:9], [*call[2:5], *tables], strict=True))
-    assert operands[9:12] == (BOXES_WINDOWS, 2, 15)
+    assert operands[9:12] == (6, 2, 15)
     assert operands[12:14] == (compressor.layout.entries, compressor.rms_eps)
 
 

@@ -16,7 +16,7 @@ from tests.cute_cases import Runtime, built, on_gpu, operands, runtime
 
 __all__ = ["runtime"]
 
-SHAPES = ("append", "flags", "overlap", "layer", "tiles", "boxes", "stream")
+SHAPES = ("append", "flags", "overlap", "layer", "tiles", "stream")
 FREE = {"windows": {1}, "appends": {1}, "kv_score": {0}, "rings": {0, 1}, "pages": {0, 1}, "cos_sin": {0}}
 """Dimensions that may have any size."""
 NAMES = ("windows", "appends", "counts", "kv_score", "rings", "pages", "ape", "norm_weight", "cos_sin")
@@ -86,7 +86,7 @@ def test_every_variant_launches_once_and_may_start_early(opened, runtime, shape)
         call(opened, variant)
         assert runtime.num_launched == before + 1
         assert runtime.last["early"] == 1
-        assert runtime.last["cluster"] == (8 if shape in ("tiles", "boxes", "stream") else 1)
+        assert runtime.last["cluster"] == (8 if shape in ("tiles", "stream") else 1)
         assert runtime.last["shared_bytes"] <= 227 * 1024
 
 
@@ -99,7 +99,6 @@ GRIDS = [
     (Variant("layer", "csa", *BF16, beside="indexer_fp8"), 20, 5, 15, 20 + 5 + 10 + 3, 128),
     (Variant("tiles", "hca", *BF16), 3, 0, 15, 3 * 8, 256),
     (Variant("tiles", "hca", *BF16), 3, 5, 15, (3 + 1) * 8, 256),
-    (Variant("boxes", "hca", *BF16), 6, 17, 15, (6 + 2) * 8, 256),
     (Variant("stream", "hca", *BF16), 512, 5, 15, 15 * 8, 384),
     (Variant("stream", "hca", *BF16), 512, 5, 18, 18 * 8, 384),
     (Variant("stream", "hca", *BF16), 3, 5, 15, 3 * 8, 384),

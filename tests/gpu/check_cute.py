@@ -259,20 +259,18 @@ def check_shapes(given: str, ring: str, starts: list[int], lengths: list[int]) -
     rows = torch.randn(total, geometry.row_width, device="cuda").to(DTYPES[given])
     first_rings = torch.randn(batch, geometry.ring_rows, geometry.row_width, device="cuda").to(DTYPES[ring])
     device, results = on_gpu(compressor), []
-    points = (cute.variants.BOXES_WINDOWS, cute.variants.STREAM_WINDOWS)
-    for boxes, stream in ((10**6, 10**6), (1, 10**6), (1, 1)):
-        cute.variants.BOXES_WINDOWS, cute.variants.STREAM_WINDOWS = boxes, stream
+    points = (cute.variants.STREAM_WINDOWS, cute.variants.MIXED_STREAM_WINDOWS)
+    for windows in (10**6, 1):
+        cute.variants.STREAM_WINDOWS = cute.variants.MIXED_STREAM_WINDOWS = windows
         pages = torch.full((num_pages, layout.page_bytes), 0xFF, dtype=torch.uint8, device="cuda")
         rings = first_rings.clone()
         for _ in range(3):
             cute.compress(windows, appends, rows, rings, pages, device)
         torch.cuda.synchronize()
         results.append((pages, rings))
-    cute.variants.BOXES_WINDOWS, cute.variants.STREAM_WINDOWS = points
+    cute.variants.STREAM_WINDOWS, cute.variants.MIXED_STREAM_WINDOWS = points
     wrong = [int((pages != results[0][0]).sum()) + int((rings != results[0][1]).sum()) for pages, rings in results]
-    return (
-        f"{'BAD' if any(wrong) else 'ok '} {plan.num_windows} windows, differing bytes of tiles, boxes, stream: {wrong}"
-    )
+    return f"{'BAD' if any(wrong) else 'ok '} {plan.num_windows} windows, differing bytes of tiles, stream: {wrong}"
 
 
 def check_layer(given: str, ring: str, indexer_format: str) -> str:

@@ -24,7 +24,7 @@ SOURCES: Final = (
     *(
         f"compress/cute/{stem}"
         for stem in (
-            *("append", "boxes", "compile", "encode", "flags", "layer", "ops"),
+            *("append", "compile", "encode", "flags", "layer", "ops"),
             *("overlap", "step", "stream", "tile", "tiles", "variants"),
         )
     ),

@@ -265,16 +265,23 @@ def load_mixed2(address, wide) -> list:
     return asm(text, [Int32] * 2, [address, Int32(wide)], effects=True, early=True)
 
 
-def load_mixed(address, wide, count: int) -> list:
-    """4 columns as fp32 words, from fp32 where `wide`, else from bf16."""
-    assert count == 4
+def load_mixed_words(address, wide) -> list:
+    """4 columns as they lie in memory: 4 words of fp32 where `wide`, else 2 of bf16 and 2 that mean nothing."""
     text = (
-        "{.reg .pred p; .reg .b32 s, t; setp.ne.b32 p, $5, 0;"
-        " @p ld.global.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];"
-        " @!p ld.global.L1::no_allocate.v2.b32 {s, t}, [$4];"
-        " @!p shl.b32 $0, s, 16; @!p and.b32 $1, s, 0xffff0000; @!p shl.b32 $2, t, 16; @!p and.b32 $3, t, 0xffff0000;}"
+        "{.reg .pred p; setp.ne.b32 p, $5, 0; @p ld.global.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];"
+        " @!p ld.global.L1::no_allocate.v2.b32 {$0, $1}, [$4];}"
     )
     return asm(text, [Int32] * 4, [address, Int32(wide)], effects=True, early=True)
+
+
+def widen(words: list, wide) -> list:
+    """What `load_mixed_words` gave, as 4 words of fp32."""
+    text = (
+        "{.reg .pred p; .reg .b32 a, b, c, d; setp.ne.b32 p, $8, 0;"
+        " shl.b32 a, $4, 16; and.b32 b, $4, 0xffff0000; shl.b32 c, $5, 16; and.b32 d, $5, 0xffff0000;"
+        " selp.b32 $0, $4, a, p; selp.b32 $1, $5, b, p; selp.b32 $2, $6, c, p; selp.b32 $3, $7, d, p;}"
+    )
+    return asm(text, [Int32] * 4, [*words, Int32(wide)], early=True)
 
 
 # Clusters and asynchronous barriers.

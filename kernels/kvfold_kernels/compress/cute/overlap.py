@@ -41,6 +41,7 @@ class _Opened(NamedTuple):
     column: object
     slot: object
     num_pad: object
+    num_ring: object
     rows: list
     ape: list
     weight: list
@@ -141,12 +142,12 @@ class OverlapKernel:
         ops.wait_for_earlier_grids()
         ops.let_next_grid_start()
         rows = [self.load(*source) for source in sources]
-        return _Opened(lane, column, field[p.SLOT], field[p.NUM_PAD], rows, ape, weight, cos, sin)
+        return _Opened(lane, column, field[p.SLOT], field[p.NUM_PAD], field[p.NUM_RING], rows, ape, weight, cos, sin)
 
     def close(self, operands: Operands, opened: _Opened, local, partial) -> None:
         """Pool, norm, rotate, store."""
         geometry, column = self.geometry, opened.column
-        pooled = self.pool(opened.rows, opened.ape, opened.num_pad)
+        pooled = self.pool(opened.rows, opened.ape, opened.num_pad, opened.num_ring)
         squares = self.sum_over_window(leaf_squares(pooled), local, opened.lane, partial)
         x = normalise(pooled, squares, opened.weight, geometry.head_dim, operands.eps)
         x = rotate(x, opened.cos, opened.sin, Int32(column >= geometry.nope_dim))
@@ -157,13 +158,16 @@ class OverlapKernel:
         """Address of a row's kv columns, and whether it lies in the ring. A padding row reads the window's last row."""
         num_pad, rows, ring_rows = field[p.NUM_PAD], self.rows, operands.ring_rows
         padding = Int32(row < num_pad)
-        from_ring = (1 - padding) & Int32(row < num_pad + field[p.NUM_RING])
+        from_ring = self.in_ring(row, num_pad, field[p.NUM_RING])
         start = (row // self.geometry.ratio) * self.geometry.head_dim + column
         flat = field[p.RING_SLOT] * ring_rows + ring_row(field[p.RING_FIRST], row - num_pad, ring_rows)
         ring = operands.rings + (Int64(flat) * rows.width + Int64(start)) * rows.ring_bytes
         input_row = field[p.INPUT_END] - (self.geometry.window_rows - 1 - row) * (1 - padding)
         given = operands.inputs + (Int64(input_row) * rows.width + Int64(start)) * rows.input_bytes
         return ops.select64(from_ring, ring, given), from_ring
+
+    def in_ring(self, row: int, num_pad, num_ring):
+        return Int32(row >= num_pad) & Int32(row < num_pad + num_ring)
 
     def ape(self, operands: Operands, row: int, column) -> list:
         ratio = self.geometry.ratio
@@ -175,14 +179,16 @@ class OverlapKernel:
         rows, half_width = self.rows, self.geometry.half_width
         if rows.mixed:
             step = ops.select64(from_ring, Int64(half_width * rows.ring_bytes), Int64(half_width * rows.input_bytes))
-            return tuple(ops.load_mixed(at, from_ring, self.columns) for at in (address + step, address))
+            return tuple(ops.load_mixed_words(at, from_ring) for at in (address + step, address))
         count = self.columns * rows.input_bytes // 4
         return tuple(ops.load_words(at, count) for at in (address + half_width * rows.input_bytes, address))
 
-    def pool(self, loaded: list, ape: list, num_pad) -> list:
+    def pool(self, loaded: list, ape: list, num_pad, num_ring) -> list:
         scores, values = [], []
-        for row, (score, value) in enumerate(loaded):
-            score, value = self.fp32(score), self.fp32(value)
+        for row, words in enumerate(loaded):
+            if self.rows.mixed:  # only now: before the last load it would wait for the first
+                words = [ops.widen(each, self.in_ring(row, num_pad, num_ring)) for each in words]
+            score, value = (self.fp32(each) for each in words)
             score = [ops.add(a, b) for a, b in zip(score, ape[row], strict=True)]
             if row < self.geometry.window_rows - self.geometry.ratio:  # an entry's own rows are never padding
                 score = [ops.select(Int32(row < num_pad), -float("inf"), s) for s in score]

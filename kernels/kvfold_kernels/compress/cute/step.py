@@ -32,6 +32,11 @@ class Rows:
         return self.width * self.input_bytes // VECTOR_BYTES
 
     @property
+    def ring_vectors(self) -> int:
+        """16-byte vectors of a ring row: a lane writes whole ones, also where its bf16 columns widen."""
+        return self.width * self.ring_bytes // VECTOR_BYTES
+
+    @property
     def mixed(self) -> bool:
         return self.input_bytes != self.ring_bytes
 
@@ -193,8 +198,8 @@ def window_fields(operands: Operands, window) -> dict:
 
 
 def append_blocks(rows: Rows, max_appends, num_threads: int):
-    """Blocks that copy `max_appends` rows, one 16-byte vector of the input a thread."""
-    return (max_appends * rows.input_vectors + num_threads - 1) // num_threads
+    """Blocks that copy `max_appends` rows, one 16-byte vector of the ring a thread."""
+    return (max_appends * rows.ring_vectors + num_threads - 1) // num_threads
 
 
 def append_vectors(rows: Rows, operands: Operands, vectors: list) -> None:
@@ -202,24 +207,22 @@ def append_vectors(rows: Rows, operands: Operands, vectors: list) -> None:
     moves = [_append_move(rows, operands, vector) for vector in vectors]
     ops.wait_for_earlier_grids()
     ops.let_next_grid_start()
-    loaded = [ops.load_words_if(source, 4, live) for source, _, live in moves]
+    num_words = VECTOR_BYTES * rows.input_bytes // rows.ring_bytes // 4
+    loaded = [ops.load_words_if(source, num_words, live) for source, _, live in moves]
     for words, (_, target, live) in zip(loaded, moves, strict=True):
         if rows.mixed:
-            values = [ops.bits(value) for word in words for value in ops.unpack_bf16(word)]
-            ops.store_words(target, values[:4], live)
-            ops.store_words(target + VECTOR_BYTES, values[4:], live)
-        else:
-            ops.store_words(target, words, live)
+            words = [ops.bits(value) for word in words for value in ops.unpack_bf16(word)]
+        ops.store_words(target, words, live)
 
 
 def _append_move(rows: Rows, operands: Operands, vector) -> tuple:
     """Source and target address of a vector, and whether the plan has it."""
-    append = vector // rows.input_vectors
-    piece = vector - append * rows.input_vectors
+    append = vector // rows.ring_vectors
+    piece = vector - append * rows.ring_vectors
     live = operands.keeps(append)
     column = operands.appends + 4 * Int64(append * live)
     source_row = ops.load_int(column + 4 * p.APPEND_INPUT * Int64(operands.append_stride))
     target_row = ops.load_int(column + 4 * p.APPEND_RING * Int64(operands.append_stride))
-    source = operands.inputs + Int64(source_row) * (rows.width * rows.input_bytes) + Int64(piece * VECTOR_BYTES)
-    target = operands.rings + Int64(target_row) * (rows.width * rows.ring_bytes)
-    return source, target + Int64(piece * (VECTOR_BYTES * rows.ring_bytes // rows.input_bytes)), live
+    source = operands.inputs + Int64(source_row) * (rows.width * rows.input_bytes)
+    target = operands.rings + Int64(target_row) * (rows.width * rows.ring_bytes) + Int64(piece * VECTOR_BYTES)
+    return source + Int64(piece * (VECTOR_BYTES * rows.input_bytes // rows.ring_bytes)), target, live

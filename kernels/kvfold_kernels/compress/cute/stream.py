@@ -226,7 +226,7 @@ class StreamKernel:
         if warp >= APPENDER:
             step = clusters * (self.tiles * APPEND_WARPS * LANES)
             first = block * (APPEND_WARPS * LANES) + thread - APPENDER * LANES
-            vectors = num_appends * self.rows.input_vectors
+            vectors = num_appends * self.rows.ring_vectors
             for k in range((vectors - first + step * APPENDS_AT_ONCE - 1) // (step * APPENDS_AT_ONCE)):
                 start = first + k * (step * APPENDS_AT_ONCE)
                 append_vectors(self.rows, operands, _strided(start, step))

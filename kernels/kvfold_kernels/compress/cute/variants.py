@@ -50,10 +50,11 @@ class Variant:
         return Geometry(kind.name, kind.ratio, kind.head_dim)
 
 
-BOXES_WINDOWS: Final = 6
-"""From so many windows on, hca takes its tiles by bulk copies into shared memory."""
-STREAM_WINDOWS: Final = 16
-"""From so many windows on, hca streams tiles through the shared memory of persistent blocks."""
+STREAM_WINDOWS: Final = 31
+"""From so many windows on, hca streams tiles through the shared memory of persistent blocks. An H200 holds 30 clusters
+of the other kernel's blocks at once; one more would wait for a whole round."""
+MIXED_STREAM_WINDOWS: Final = 16
+"""The same for bf16 input with fp32 rings, whose blocks take a whole multiprocessor each."""
 
 
 EARLY_BLOCKS: Final = 160
@@ -67,10 +68,8 @@ def choose(kind: str, cache_format: str, profile: str, given: str, ring: str, ma
         return Variant("append", kind, given, ring)
     if KINDS[kind].halves > 1:
         return Variant("overlap", kind, given, ring, cache_format, profile)
-    shape = "tiles"
-    if max_windows >= BOXES_WINDOWS:
-        shape = "stream" if max_windows >= STREAM_WINDOWS else "boxes"
-    return Variant(shape, kind, given, ring, cache_format, profile)
+    until = STREAM_WINDOWS if given == ring else MIXED_STREAM_WINDOWS
+    return Variant("tiles" if max_windows < until else "stream", kind, given, ring, cache_format, profile)
 
 
 def choose_layer(given: str, ring: str, cache_format: str, indexer_format: str, profile: str) -> Variant | None:
@@ -87,7 +86,7 @@ def all_variants() -> list[Variant]:
             found[Variant("append", kind, given, ring)] = None
             for cache_format in formats:
                 for profile in INDEXER_PROFILES if cache_format in PROFILED else INDEXER_PROFILES[:1]:
-                    for windows in (1, BOXES_WINDOWS, STREAM_WINDOWS):
+                    for windows in (1, STREAM_WINDOWS):
                         found[choose(kind, cache_format, profile, given, ring, windows)] = None
         for given in INPUT_ITEM_BYTES:
             found[Variant("flags", kind, given, given)] = None
@@ -103,7 +102,7 @@ def _overlap(kind: str, rows_of, writer):
 
     geometry = Variant("overlap", kind, "", "").geometry
     rows = rows_of(geometry)
-    blocks = {(4, 4): 4, (2, 2): 5, (2, 4): 3}[rows.input_bytes, rows.ring_bytes]
+    blocks = {(4, 4): 4, (2, 2): 5, (2, 4): 4}[rows.input_bytes, rows.ring_bytes]
     early = ALWAYS_EARLY if rows.input_bytes == 4 else EARLY_BLOCKS
     windows_per_block = max(1, 128 // (geometry.head_dim // LEAF))
     return OverlapKernel(geometry, rows, writer(geometry), LEAF, windows_per_block, blocks, early)
@@ -112,7 +111,6 @@ def _overlap(kind: str, rows_of, writer):
 def compile_time(variant: Variant):
     """The kernel object of a variant. Needs cutlass."""
     from kvfold_kernels.compress.cute.append import AppendKernel
-    from kvfold_kernels.compress.cute.boxes import BoxesKernel
     from kvfold_kernels.compress.cute.encode import Writer
     from kvfold_kernels.compress.cute.flags import FlagsKernel
     from kvfold_kernels.compress.cute.layer import LayerKernel
@@ -141,6 +139,4 @@ def compile_time(variant: Variant):
     assert geometry.window_rows % GROUPS == 0
     if variant.shape == "stream":
         return StreamKernel(geometry, rows, writer, 6 if rows.ring_bytes == 2 else 3)
-    if variant.shape == "boxes":
-        return BoxesKernel(geometry, rows, writer, 2 if rows.mixed else 3)
     return TilesKernel(geometry, rows, writer, 1 if rows.mixed else 2)
