@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvfold_kernels.compress import CompressFn, FindNonFiniteFn, FlagNonFiniteFn
+from kvfold_kernels.compress import CompressFn, CompressLayerFn, FindNonFiniteFn, FlagNonFiniteFn
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,10 @@ class Backend:
     """Devices only."""
     reserve_scratch: Callable[[torch.device, int, int], object] | None = None
     """Take now what steps of up to (device, num_windows, head_dim) will need; None: nothing."""
+    takes_counts: bool = False
+    """compress takes counts as its last argument, so that its launches can be captured in a graph."""
+    compress_layer: CompressLayerFn | None = None
+    """compress_layer(main, indexer), the operands of `compress` each: a csa layer in one launch → launches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +52,7 @@ class _Row:
 
 
 _TABLE = (
-    # Not automatic: its kernels are proven on an H200, a worker on them is not yet.
-    _Row("cute", "kvfold_kernels.compress.cute", ("torch", "tvm_ffi"), "cuda", automatic=False),
+    _Row("cute", "kvfold_kernels.compress.cute", ("torch", "tvm_ffi"), "cuda", automatic=True),
     _Row("triton", "kvfold_kernels.compress.triton", ("torch", "triton"), "cuda", automatic=True),
     _Row("cpu", "kvfold_kernels.compress.cpu", ("torch", "numba"), "cpu", automatic=True),
     _Row("reference", "kvfold_kernels.compress.reference", ("torch",), "cpu", automatic=False),
@@ -98,5 +101,15 @@ def load(name: str = "auto") -> Backend:
 def _load(row: _Row) -> Backend:
     module = importlib.import_module(row.module)
     flags = DeviceFlags(module.flag_non_finite, module.NO_FLAG) if row.device == "cuda" else None
-    scratch = getattr(module, "reserve_scratch", None)
-    return Backend(row.name, row.device, module.compress, module.find_non_finite, flags, scratch)
+    if start := getattr(module, "start", None):
+        start()  # what would else delay the first step
+    return Backend(
+        row.name,
+        row.device,
+        module.compress,
+        module.find_non_finite,
+        flags,
+        reserve_scratch=getattr(module, "reserve_scratch", None),
+        takes_counts=row.device == "cuda",
+        compress_layer=getattr(module, "compress_layer", None),
+    )

@@ -15,7 +15,7 @@ lies on what it reads, so a launch needs no order between its blocks, and a step
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -96,6 +96,18 @@ class Plan:
     def boundary(self) -> bool:
         """Whether any window closes; if not, only the append runs."""
         return self.windows.shape[1] > 0
+
+    def on_pages(self, ratio: int, page_table: I32, page_entries: int) -> Plan:
+        """The plan of another compressor of the same geometry and ring state, which has pages of its own."""
+        if not self.boundary:
+            return self
+        windows = self.windows.copy()
+        entry = windows[POSITION] // np.int32(ratio)
+        page_idx = entry // np.int32(page_entries)
+        page = page_table[windows[RING_SLOT], page_idx]
+        windows[SLOT] = (page - page_idx) * np.int32(page_entries) + entry
+        windows.setflags(write=False)
+        return replace(self, windows=windows)
 
     def commit(self, state: I64) -> None:
         """Make the step's rows and entries valid in the ring state that it was planned from."""

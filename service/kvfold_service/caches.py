@@ -17,12 +17,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvfold_kernels import pages
 from kvfold_kernels import plan as p
 from kvfold_kernels.compressor import Compressor
 from kvfold_kernels.geometry import PageLayout
-from kvfold_kernels.pages import read_entries, write_rows
 from kvfold_service.blocks import FREE, PagePool
+from kvfold_service.host_pages import read_rows, write_rows
 from kvfold_service.manifest import CompressorPart, Manifest
+from kvfold_service.tables import Tables
 from kvfold_service.weights import Weights
 
 _ENTRIES_AT_A_TIME: Final = 1024
@@ -42,7 +44,7 @@ class PageGroup:
 
 @dataclass(frozen=True, eq=False)
 class CompressorCache:
-    """What a worker keeps for one compressor.
+    """What a worker keeps for one compressor. What is int64 is a row of `Tables`.
 
     rings       bf16 or fp32 `[num_rings, ring_rows, row_width]`
     state       int64 `[3, num_rings]`, see `plan`
@@ -118,15 +120,22 @@ class CompressorCache:
     def page_free_rows(self, slot: int, start: int, stop: int) -> torch.Tensor:
         """uint8 `[stop − start, entry_bytes]` of a request's entries, on the host."""
         rows = torch.empty((stop - start, self.group.layout.format.entry_bytes), dtype=torch.uint8)
+        if self.group.pages.device.type == "cpu":
+            table, layout = self.page_table[slot], self.group.layout
+            read_rows(self.group.pages.numpy(), table, layout, start, stop, rows.numpy())
+            return rows
         for first, end, slots in self._some_at_a_time(slot, start, stop):
-            rows[first - start : end - start] = read_entries(self.group.pages, slots, self.group.layout)
+            rows[first - start : end - start] = pages.read_entries(self.group.pages, slots, self.group.layout)
         return rows
 
     def put_page_free_rows(self, slot: int, start: int, rows: NDArray[np.uint8]) -> None:
         """The inverse: `[n, entry_bytes]` become a request's entries [start, start + n); its pages are in place."""
+        if self.group.pages.device.type == "cpu":
+            write_rows(self.group.pages.numpy(), self.page_table[slot], self.group.layout, start, rows)
+            return
         for first, end, slots in self._some_at_a_time(slot, start, start + len(rows)):
             part = torch.from_numpy(rows[first - start : end - start].copy()).to(self.group.pages.device)
-            write_rows(self.group.pages, slots, self.group.layout, part)
+            pages.write_rows(self.group.pages, slots, self.group.layout, part)
 
     def _some_at_a_time(self, slot: int, start: int, stop: int) -> Iterator[tuple[int, int, torch.Tensor]]:
         """Entries [first, end) and their output slots, so that what a copy needs in between stays small."""
@@ -160,6 +169,7 @@ class Caches:
     groups: tuple[PageGroup, ...]
     compressors: tuple[CompressorCache, ...]
     by_name: dict[str, CompressorCache] = field(repr=False)
+    tables: Tables = field(repr=False)
 
     @classmethod
     def allocate(
@@ -180,11 +190,18 @@ class Caches:
             )
             for index, (layout, parts) in enumerate(members.items())
         }
-        caches = tuple(
-            _allocate_one(index, part, manifest, weights, groups[part.layout()], rope, num_rings)
-            for index, part in enumerate(manifest.compressors)
+        of_part = [groups[part.layout()] for part in manifest.compressors]
+        tables = Tables.empty(
+            num_rings,
+            [part.geometry(manifest.draft_slack).ratio for part in manifest.compressors],
+            [group.layout.entries for group in of_part],
+            [group.index for group in of_part],
         )
-        return cls(num_rings, tuple(groups.values()), caches, {cache.name: cache for cache in caches})
+        caches = tuple(
+            _allocate_one(index, part, manifest, weights, group, rope, tables)
+            for index, (part, group) in enumerate(zip(manifest.compressors, of_part, strict=True))
+        )
+        return cls(num_rings, tuple(groups.values()), caches, {cache.name: cache for cache in caches}, tables)
 
     def bytes_by_pool(self) -> dict[str, int]:
         """Bytes of every page pool, by group label, and of all rings."""
@@ -223,7 +240,7 @@ def _allocate_one(
     weights: Weights,
     group: PageGroup,
     rope: torch.Tensor,
-    num_rings: int,
+    tables: Tables,
 ) -> CompressorCache:
     geometry = part.geometry(manifest.draft_slack)
     ape, norm_weight = (tensor.to(rope.device) for tensor in weights[part.name])
@@ -239,6 +256,7 @@ def _allocate_one(
         indexer_profile=part.indexer_profile,
     )
     ring_dtype = torch.bfloat16 if part.input_dtype == "bf16" else torch.float32
+    num_rings = tables.states.shape[-1]
     max_pages = -(-geometry.num_entries(manifest.max_position) // group.layout.entries) or 1
     return CompressorCache(
         index=index,
@@ -246,10 +264,10 @@ def _allocate_one(
         compressor=compressor,
         group=group,
         rings=torch.empty((num_rings, geometry.ring_rows, geometry.row_width), dtype=ring_dtype, device=rope.device),
-        state=p.empty_state(num_rings),
-        drafts=np.zeros(num_rings, np.int64),
+        state=tables.states[index],
+        drafts=tables.drafts[index],
         page_table=np.full((num_rings, max_pages), FREE, np.int32),
-        num_pages=np.zeros(num_rings, np.int64),
-        first_page=np.zeros(num_rings, np.int64),
-        first_entry=np.zeros(num_rings, np.int64),
+        num_pages=tables.num_pages[index],
+        first_page=tables.first_page[index],
+        first_entry=tables.first_entry[index],
     )

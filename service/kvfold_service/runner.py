@@ -1,8 +1,4 @@
-"""Plans and rows → kernels, on the host or on a GPU. A runner knows the device, never a request.
-
-On a GPU a step costs: one copy of the plans' arrays, one of each tensor's rows (from pinned staging), the kernels, one
-copy of the flags of values that are not finite, one synchronisation. Everything lies in memory taken at start.
-"""
+"""Plans and rows → kernels. A runner knows the device, never a request; this is the host's, `device` has the GPU's."""
 
 from __future__ import annotations
 
@@ -10,18 +6,18 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Literal, Protocol
 
-import numpy as np
 import torch
 
 from kvfold_client import wire
 from kvfold_kernels import plan as p
 from kvfold_kernels.backends import Backend
-from kvfold_service.caches import TORCH_DTYPES, Caches, CompressorCache
-from kvfold_service.errors import BrokenDeviceError, ServiceError
+from kvfold_service.caches import TORCH_DTYPES, CompressorCache
+from kvfold_service.errors import ServiceError
 
 log = logging.getLogger("kvfold")
+GraphMode = Literal["none", "full"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +37,11 @@ class Work:
     parts: tuple[Part, ...]
     plan: p.Plan
 
+    @property
+    def dtype(self) -> str:
+        """That of all parts."""
+        return self.parts[0].tensor.dtype
+
 
 class NonFiniteError(Exception):
     """The step `member` of the batch holds a value that no step may hold; the others may run without it."""
@@ -56,11 +57,15 @@ class NonFiniteError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """Launches of each work, and µs for bringing the bytes to the device and for the kernels."""
+    """Launches of each work, and µs for bringing the bytes to the device and for the kernels.
+
+    graph_mode  full: what was launched does not depend on what only the host knows, so nothing was left out
+    """
 
     launches_of: tuple[int, ...]
     copy_us: int
     kernel_us: int
+    graph_mode: GraphMode = "none"
 
     @property
     def launches(self) -> int:
@@ -77,13 +82,11 @@ class Runner(Protocol):
     most_merged_rows: int
     """Steps are brought together up to so many rows."""
 
+    def lock(self, block: memoryview) -> None:
+        """Most rows will come from this memory of the host."""
+        ...
+
     def run(self, work: Sequence[Work]) -> Ran: ...
-
-
-def runner_for(backend: Backend, caches: Caches, max_step_bytes: int, max_step_tokens: int) -> Runner:
-    if backend.device == "cpu":
-        return HostRunner(backend)
-    return DeviceRunner(backend, caches, max_step_bytes, max_step_tokens)
 
 
 def non_finite(cache: CompressorCache, row: int, column: int) -> ServiceError:
@@ -118,6 +121,9 @@ class HostRunner:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
+    def lock(self, block: memoryview) -> None:
+        """It is read where it lies."""
+
     def run(self, work: Sequence[Work]) -> Ran:
         began = time.perf_counter_ns()
         rows = [_together(item) for item in work]
@@ -147,108 +153,3 @@ def _together(work: Work) -> torch.Tensor:
     if len(work.parts) == 1:
         return as_torch(work.parts[0].tensor)
     return torch.cat([as_torch(part.tensor)[: part.num_tokens] for part in work.parts])
-
-
-class DeviceRunner:
-    """Rows and plans go to the device; everything runs on the current stream of the thread that first runs a step."""
-
-    def __init__(self, backend: Backend, caches: Caches, max_step_bytes: int, max_step_tokens: int) -> None:
-        assert backend.flags is not None
-        self._backend, self._raise_for, self._no_flag = backend, backend.flags.raise_for, backend.flags.no_flag
-        self.most_merged_rows = max_step_tokens
-        self._copied, self._done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        self._began = torch.cuda.Event(enable_timing=True)
-        device = backend.device
-        room = max_step_bytes + wire.FRAME_ALIGN * len(caches.compressors)
-        self._rows = torch.empty(room, dtype=torch.uint8, device=device)
-        plan_ints = sum(_plan_ints(cache, caches.num_rings, max_step_tokens) for cache in caches.compressors)
-        self._plan = torch.empty(plan_ints, dtype=torch.int32, device=device)
-        self._plan_host = torch.empty(plan_ints, dtype=torch.int32, pin_memory=True)
-        self._flags = torch.empty(len(caches.compressors), dtype=backend.flags.dtype, device=device)
-        if backend.reserve_scratch is not None:
-            for cache in caches.compressors:
-                most = _most_windows(cache, caches.num_rings, max_step_tokens)
-                backend.reserve_scratch(self._rows.device, most, cache.compressor.geometry.head_dim)
-        self._flags_host = torch.empty(len(caches.compressors), dtype=backend.flags.dtype, pin_memory=True)
-
-    def run(self, work: Sequence[Work]) -> Ran:
-        try:
-            launches = self._launch(work)
-            self._done.synchronize()
-        except Exception as error:
-            if isinstance(error, torch.AcceleratorError):  # sticky: every later call of this process fails, too
-                log.exception("the device failed")
-                raise BrokenDeviceError("the device reported an error and must be started anew") from None
-            raise step_failed() from None
-        flags = self._flags_host.numpy()
-        for i, item in enumerate(work):
-            if flags[i] != self._no_flag:
-                raise NonFiniteError(item, *divmod(int(flags[i]), item.cache.compressor.geometry.row_width))
-        copy_us = self._began.elapsed_time(self._copied) * 1000
-        return Ran(launches, round(copy_us), round(self._copied.elapsed_time(self._done) * 1000))
-
-    def _launch(self, work: Sequence[Work]) -> tuple[int, ...]:
-        self._began.record()
-        plans = self._send_plans(work)
-        rows = self._send_rows(work)
-        self._copied.record()
-        self._flags.fill_(self._no_flag)
-        launches = []
-        for i, (item, (windows, appends), tensor) in enumerate(zip(work, plans, rows, strict=True)):
-            self._raise_for(tensor, item.plan.num_tokens, self._flags[i : i + 1])
-            cache = item.cache
-            launches.append(
-                self._backend.compress(windows, appends, tensor, cache.rings, cache.group.pages, cache.compressor)
-            )
-        self._flags_host.copy_(self._flags, non_blocking=True)
-        self._done.record()
-        return tuple(launches)
-
-    def _send_plans(self, work: Sequence[Work]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        host, end, views = self._plan_host.numpy(), 0, []
-        for item in work:
-            pair = []
-            for array in (item.plan.windows, item.plan.appends):
-                start, end = end, end + array.size
-                host[start:end] = array.reshape(-1)
-                pair.append(self._plan[start:end].view(array.shape))
-            views.append(tuple(pair))
-        self._plan[:end].copy_(self._plan_host[:end], non_blocking=True)
-        return views
-
-    def _send_rows(self, work: Sequence[Work]) -> list[torch.Tensor]:
-        end, views = 0, []
-        for item in work:
-            width, num_tokens = item.cache.compressor.geometry.row_width, item.plan.num_tokens
-            dtype = TORCH_DTYPES[item.parts[0].tensor.dtype]
-            start = -(-end // wire.FRAME_ALIGN) * wire.FRAME_ALIGN
-            end = start + num_tokens * width * dtype.itemsize
-            rows = self._rows[start:end].view(dtype).view(num_tokens, width)
-            filled = 0
-            for part in item.parts:
-                source = as_torch(part.tensor)[: part.num_tokens]
-                rows[filled : filled + part.num_tokens].copy_(source, non_blocking=True)
-                filled += part.num_tokens
-            views.append(rows)
-        return views
-
-
-def _most_windows(cache: CompressorCache, num_rings: int, max_step_tokens: int) -> int:
-    return max_step_tokens // cache.compressor.geometry.ratio + num_rings
-
-
-def _plan_ints(cache: CompressorCache, num_rings: int, max_step_tokens: int) -> int:
-    """Most int32 that a plan of this compressor can have."""
-    geometry = cache.compressor.geometry
-    windows = _most_windows(cache, num_rings, max_step_tokens)
-    appends = min(max_step_tokens, num_rings * geometry.max_live_rows)
-    return p.WINDOW_FIELDS * windows + p.APPEND_FIELDS * appends
-
-
-def pin(block: memoryview) -> None:
-    """Page-lock host memory, so that copies from it do not wait."""
-    address = np.frombuffer(block, np.uint8).ctypes.data
-    runtime: Any = torch.cuda.cudart()
-    result = runtime.cudaHostRegister(address, len(block), 0)
-    if int(result):
-        log.warning("staging could not be pinned (%s); copies will be slower", result)

@@ -13,6 +13,7 @@ With two halves (csa, indexer) the older `ratio` rows take the first half of the
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -28,7 +29,13 @@ kv_score  bf16 or fp32 `[num_rows, row_width]`, contiguous, `[kv | score]`
 rings     bf16 or fp32 `[num_rings, ring_rows, row_width]`, contiguous; fp32 unless the input is always bf16
 pages     uint8 `[num_pages, page_bytes]`, rows page_bytes apart or more
 Returns the number of kernel launches (CPU: calls). Writes nothing but the slots and ring rows that the plan names.
+
+Backends of devices take a seventh argument, counts: int32 `[2]` on the device, how many of the windows and appends are
+real; None: all. Launched with room for more, as in a captured graph, blocks past the counts leave at once.
 """
+
+CompressLayerFn = Callable[[tuple[Any, ...], tuple[Any, ...]], int]
+"""compress_layer(main, indexer) → launches: a csa layer's two compressors, each with the operands of `compress`."""
 
 FindNonFiniteFn = Callable[[torch.Tensor, int], tuple[int, int] | None]
 """find_non_finite(kv_score, num_tokens) → (row, column) of the first value that no step may hold, or None.
@@ -73,4 +80,4 @@ def check_operands(
 
 _INPUTS = (torch.bfloat16, torch.float32)
 
-__all__ = ["CompressFn", "FindNonFiniteFn", "FlagNonFiniteFn", "check_operands"]
+__all__ = ["CompressFn", "CompressLayerFn", "FindNonFiniteFn", "FlagNonFiniteFn", "check_operands"]
