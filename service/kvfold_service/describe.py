@@ -9,10 +9,25 @@ import sys
 from kvfold_service import manifest as manifests
 from kvfold_service.errors import StartError
 
+EXAMPLES = """
+examples
+  kvfold manifest deepseek-v4-flash --bytes
+      what a token takes in pages and a request in rings: how far --cache-bytes and --max-requests go
+  kvfold manifest tiny > my.json
+      a manifest to change, and to serve: kvfold serve --manifest my.json --weights random:1
+  kvfold manifest /models/DeepSeek-V4/config.json
+      of a model's own configuration
+"""
+
 
 def run(argv: list[str]) -> int:
     """Print a manifest: of a preset, or made from a Hugging Face config.json."""
-    parser = argparse.ArgumentParser(prog="kvfold manifest", description=run.__doc__)
+    parser = argparse.ArgumentParser(
+        prog="kvfold manifest",
+        description=run.__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("source", help=f"a config.json, a manifest, or a preset: {', '.join(manifests.PRESETS)}")
     parser.add_argument("--bytes", action="store_true", help="print bytes a token and a request instead")
     arguments = parser.parse_args(argv)

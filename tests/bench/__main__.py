@@ -1,14 +1,17 @@
-"""Plan, ingest and step latency on this machine: python -m tests.bench [--out FILE] [plan ingest latency]"""
+"""Ingest and step latency on this machine: python -m tests.bench [--out FILE] [ingest latency]
+
+Plans and kernels: `kvfold bench`.
+"""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from tests.bench import ingest, latency, plan
+from tests.bench import ingest, latency
 from tests.bench.measure import save
 
-_BENCHES = {"plan": plan.run, "ingest": ingest.run, "latency": latency.run}
+_BENCHES = {"ingest": ingest.run, "latency": latency.run}
 
 
 def main() -> None:

@@ -14,17 +14,12 @@ import argparse
 import json
 import os
 import pathlib
-import platform
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 
-import numba
-import numpy as np
 import torch
-import transformers
 from torch import nn
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as deepseek
 from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
@@ -32,10 +27,14 @@ from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
-from kvfold_kernels import plan as p  # noqa: E402
-from kvfold_kernels.compress import cpu, reference  # noqa: E402
+from kvfold_kernels import backends  # noqa: E402
+from kvfold_kernels.bench.cases import Case  # noqa: E402
+from kvfold_kernels.bench.check import check  # noqa: E402
+from kvfold_kernels.bench.problem import Problem  # noqa: E402
+from kvfold_kernels.bench.result import environment  # noqa: E402
+from kvfold_kernels.bench.timing import in_turns  # noqa: E402
+from kvfold_kernels.compress import cpu  # noqa: E402
 from kvfold_kernels.compressor import Compressor  # noqa: E402
-from tests.cases import make_compressor, make_rows  # noqa: E402
 
 CASES = (
     ("hca", 128),
@@ -45,7 +44,6 @@ CASES = (
     ("indexer", 65536),
 )
 """(kind, tokens of one new request)."""
-FORMATS = {"hca": "fp8_ds_mla", "csa": "fp8_ds_mla", "indexer": "indexer_fp8"}
 LAYERS = {"hca": "heavily_compressed_attention", "csa": "compressed_sparse_attention"}
 ROPE = {
     "rope_type": "yarn",
@@ -102,65 +100,24 @@ def peer(compressor: Compressor, rows: torch.Tensor) -> Callable[[], object]:
     return run
 
 
-def ours(compressor: Compressor, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """One step of a new request."""
-    geometry, n = compressor.geometry, compressor.layout.entries
-    num_pages = -(-geometry.num_entries(len(rows)) // n)
-    table = np.arange(num_pages, dtype=np.int32)[None]
-    plan = p.make_plan(geometry, p.empty_state(1), np.zeros(1, np.int64), np.array([0, len(rows)]), table, n)
-    windows, appends = (torch.from_numpy(a.copy()) for a in (plan.windows, plan.appends))
-    rings = torch.full((1, geometry.ring_rows, geometry.row_width), float("nan"), dtype=rows.dtype)
-    pages = torch.full((num_pages, compressor.layout.page_bytes), 0xFF, dtype=torch.uint8)
-
-    def run() -> torch.Tensor:
-        cpu.compress(windows, appends, rows, rings, pages, compressor)
-        return pages
-
-    expected = pages.clone()
-    few = windows[:, :4].contiguous()
-    reference.compress(few, appends, rows, rings, expected, compressor)
-    cpu.compress(few, appends, rows, rings, pages, compressor)
-    differing = int((expected != pages).sum())
-    assert differing <= 2 * few.shape[1], f"{differing} bytes of {few.shape[1]} entries differ from the definition's"
-    return run
-
-
-def in_turns(functions: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each function, alternating; short ones are repeated."""
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    repeats = {}
-    for name, function in functions.items():
-        function()
-        start = time.perf_counter()
-        function()
-        repeats[name] = max(1, int(2e-3 / (time.perf_counter() - start)))
-    for _ in range(rounds):
-        for name, function in functions.items():
-            start = time.perf_counter()
-            for _ in range(repeats[name]):
-                function()
-            times[name].append((time.perf_counter() - start) * 1e3 / repeats[name])
-    return times
-
-
 def measure(kind: str, num_tokens: int, dtype: str, rounds: int, threads: int) -> dict[str, object]:
-    compressor = make_compressor(kind, FORMATS[kind], max_position=65536)
-    rows = make_rows(compressor.geometry, num_tokens, dtype=dtype)
+    problem = Problem(Case(f"{kind} {num_tokens}", kind, (0,), (num_tokens,)), dtype, "cpu")
+    backend, rows = backends.load("cpu"), problem.rows
+    check(problem, backend)
     copy = torch.empty_like(rows)
-    functions: dict[str, Callable[[], object]] = {"ours": ours(compressor, rows)}
+    functions: dict[str, Callable[[], object]] = {"ours": problem.runs(backend.compress)}
     if kind in LAYERS:
-        functions["transformers"] = peer(compressor, rows)
-    functions["find_non_finite"] = lambda: cpu.find_non_finite(rows, num_tokens)
+        functions["transformers"] = peer(problem.compressor, rows)
+    functions["find_non_finite"] = lambda: backend.find_non_finite(rows, num_tokens)
     functions["copy"] = lambda: copy.copy_(rows)
-    times = in_turns(functions, rounds)
-    result: dict[str, object] = {"case": f"{kind} {num_tokens}", "dtype": dtype, "threads": threads}
-    for name, values in times.items():
-        result[f"{name}_ms"] = [round(statistics.median(values), 4), round(min(values), 4)]
-    least = min(times["ours"])
+    times = in_turns(functions, rounds, "cpu")
+    result: dict[str, object] = {"case": problem.case.name, "dtype": dtype, "threads": threads}
+    for name, us in times.items():
+        result[f"{name}_ms"] = [round(statistics.median(us) / 1e3, 4), round(min(us) / 1e3, 4)]
     if "transformers" in times:
         pairs = zip(times["transformers"], times["ours"], strict=True)
         result["ratio"] = round(statistics.median(theirs / own for theirs, own in pairs), 2)
-    result["gb_s"] = round(rows.nbytes / least / 1e6, 2)
+    result["gb_s"] = round(rows.nbytes / min(times["ours"]) / 1e3, 2)
     return result
 
 
@@ -170,19 +127,6 @@ def print_row(result: dict[str, object]) -> None:
         value = result.get(column, "–")
         cells.append(f"{value[0]:.3f} ({value[1]:.3f})" if isinstance(value, list) else str(value))
     print("| " + " | ".join(cells) + " |", flush=True)
-
-
-def versions() -> dict[str, str]:
-    model = [line for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return {
-        "torch": torch.__version__,
-        "numba": numba.__version__,
-        "numpy": np.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "cpu": model[0].split(":")[1].strip() if model else platform.processor(),
-        "cpus": str(os.cpu_count()),
-    }
 
 
 def main() -> None:
@@ -200,7 +144,7 @@ def main() -> None:
             for dtype in ("fp32", "bf16"):
                 print(json.dumps(measure(kind, num_tokens, dtype, options.rounds, threads)), flush=True)
         return
-    print(json.dumps(versions()))
+    print(json.dumps(environment()))
     print("| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS))
     results = []
     for threads in options.threads:
@@ -212,7 +156,7 @@ def main() -> None:
         if child.returncode:
             raise SystemExit(child.returncode)
     if options.out:
-        options.out.write_text(json.dumps({"versions": versions(), "results": results}, indent=1) + "\n")
+        options.out.write_text(json.dumps({"environment": environment(), "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -12,93 +12,43 @@ import argparse
 import functools
 import json
 import pathlib
-import random
 import sys
 import time
 
-import numpy as np
 import torch
 import triton
 import triton.testing as tt
 
-from kvfold_kernels import geometry as g
-from kvfold_kernels import plan as p
+from kvfold_kernels.bench import copying
+from kvfold_kernels.bench.cases import Case, step_cases
+from kvfold_kernels.bench.problem import DTYPES, Problem
 from kvfold_kernels.compress import cute
-from kvfold_kernels.compressor import Compressor
+from kvfold_kernels.geometry import KINDS
 
 COLD_BYTES, COLD_COPIES = 200_000_000, 48
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+__all__ = ["DTYPES", "Ours", "cases", "cold_us", "copy_rate", "graph_us", "load_peer"]
 
 
 def cases():
-    for ratio in (128, 4):
-        for tokens in (1024, 8192, 65536):
-            yield f"C{ratio} prefill {tokens}", ratio, [0], [tokens], "prefill"
-        for batch in (1, 32, 256):
-            random.seed(1)
-            spread = [4096 + random.randrange(128) for _ in range(batch)]
-            yield f"C{ratio} decode {batch} none", ratio, [4097] * batch, [1] * batch, "decode"
-            yield f"C{ratio} decode {batch} all", ratio, [4096 + ratio - 1] * batch, [1] * batch, "decode"
-            yield f"C{ratio} decode {batch} rand", ratio, spread, [1] * batch, "decode"
-        random.seed(1)
-        [random.randrange(128) for _ in range(256)]
-        starts = [4096 + random.randrange(128) for _ in range(128)] + [1000]
-        yield f"C{ratio} mixed 128d+8192p", ratio, starts, [1] * 128 + [8192], "prefill"
+    """(name, ratio, starts, lengths, mode) of every row."""
+    for kind in ("hca", "csa"):
+        for case in step_cases(kind):
+            ratio, what = KINDS[kind].ratio, case.name.removeprefix(f"{kind} ")
+            mode = "decode" if what.startswith("decode") else "prefill"
+            yield f"C{ratio} {what}", ratio, list(case.starts), list(case.lengths), mode
 
 
-class Ours:
-    """One step on random data: plan, tensors and the launch."""
+class Ours(Problem):
+    """One step on random data, and its launch."""
 
-    def __init__(self, ratio, starts, lengths, given, kind=None, fmt="fp8_ds_mla", ring=None, bound=False):
+    def __init__(self, ratio, starts, lengths, given, kind=None, fmt=None, ring=None, bound=False):
         kind = kind or ("hca" if ratio == 128 else "csa")
-        geometry = self.geometry = g.Geometry(kind, ratio, g.KINDS[kind].head_dim)
-        layout = g.PageLayout.of(g.entry_format(fmt, geometry), geometry.default_page_entries)
-        batch, dtype = len(starts), DTYPES[given]
-        state = p.empty_state(batch)
-        state[p.COMMITTED] = starts
-        state[p.LIVE_START] = [geometry.live_start(start) for start in starts]
-        state[p.RING_START] = np.random.default_rng(0).integers(0, geometry.ring_rows, batch)
-        entries = [geometry.num_entries(a + b) for a, b in zip(starts, lengths, strict=True)]
-        need = [max(1, -(-n // layout.entries)) for n in entries]
-        table = np.zeros((batch, max(need)), np.int32)
-        order, at = np.random.default_rng(1).permutation(sum(need)), 0
-        for row, count in zip(table, need, strict=True):
-            row[:count] = order[at : at + count]
-            at += count
-        loc = np.cumsum([0, *lengths]).astype(np.int64)
-        plan = self.plan = p.make_plan(geometry, state, np.arange(batch), loc, table, layout.entries)
-        cap_windows = max(1, batch if bound else plan.num_windows)
-        cap_appends = max(1, plan.num_appends)
-        windows = np.zeros((p.WINDOW_FIELDS, cap_windows), np.int32)
-        windows[:, : plan.num_windows] = plan.windows
-        appends = np.zeros((p.APPEND_FIELDS, cap_appends), np.int32)
-        appends[:, : plan.num_appends] = plan.appends
-        self.windows = torch.from_numpy(windows).cuda()
-        self.appends = torch.from_numpy(appends).cuda()
-        self.counts = torch.tensor([plan.num_windows, plan.num_appends], dtype=torch.int32).cuda()
-        if plan.num_windows == 0 and not bound:
-            self.windows = self.windows[:, :0]
-        total = sum(lengths)
-        self.rows = torch.randn(total, geometry.row_width, device="cuda").to(dtype)
-        ring_dtype = DTYPES[ring or given]
-        self.rings = torch.randn(batch, geometry.ring_rows, geometry.row_width, device="cuda").to(ring_dtype)
-        self.pages = torch.randint(0, 255, (sum(need), layout.page_bytes), dtype=torch.uint8, device="cuda")
-        self.compressor = Compressor(
-            geometry,
-            layout,
-            ape=torch.randn(ratio, geometry.half_width, device="cuda") * 0.1,
-            norm_weight=torch.rand(geometry.head_dim, device="cuda") + 0.5,
-            cos_sin=torch.randn(max(a + b for a, b in zip(starts, lengths, strict=True)) + ratio, 64, device="cuda"),
-        )
-        row_bytes = geometry.row_width * dtype.itemsize
-        ring_bytes = geometry.row_width * ring_dtype.itemsize
-        carried = int(plan.windows[p.NUM_RING].sum()) * ring_bytes // geometry.halves if plan.num_windows else 0
-        self.min_bytes = total * row_bytes + plan.num_windows * layout.format.entry_bytes
-        self.min_bytes += plan.num_appends * ring_bytes + carried
+        case = Case(f"C{ratio}", kind, tuple(starts), tuple(lengths))
+        super().__init__(case, given, "cuda", cache_format=fmt, ring_dtype=ring, bound=bound)
 
     @property
     def call(self) -> tuple:
-        return self.windows, self.appends, self.rows, self.rings, self.pages, self.compressor, self.counts
+        return *self.operands, self.counts
 
     def run(self):
         return cute.compress(*self.call)
@@ -140,10 +90,7 @@ def load_peer(folder: pathlib.Path):
     return space["S"]
 
 
-def copy_rate() -> float:
-    a = torch.empty(2**30, dtype=torch.uint8, device="cuda")
-    b = torch.empty_like(a)
-    return 2 * a.numel() / (tt.do_bench(lambda: b.copy_(a), return_mode="median") * 1e-3)
+copy_rate = functools.partial(copying.copy_rate, "cuda")
 
 
 def main() -> None:

@@ -1,55 +1,24 @@
-"""What every benchmark here shares: medians, versions, worker processes, results kept as JSON."""
+"""What the benchmarks of a worker share: percentiles, worker processes, results kept as JSON."""
 
 from __future__ import annotations
 
 import contextlib
-import datetime
-import importlib.metadata
 import json
-import os
-import platform
-import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("numpy", "torch", "numba", "fastapi", "uvicorn", "uvloop", "msgpack", "httpx", "transformers")
+from kvfold_kernels.bench.result import environment
+from kvfold_kernels.bench.timing import median_us
 
-
-def median_us(call: Callable[[], Any], repeats: int) -> float:
-    """Median time of one call, after a warm-up of a tenth of the repeats."""
-    for _ in range(max(1, repeats // 10)):
-        call()
-    times = []
-    for _ in range(repeats):
-        began = time.perf_counter_ns()
-        call()
-        times.append(time.perf_counter_ns() - began)
-    return statistics.median(times) / 1000
+__all__ = ["environment", "median_us", "percentiles", "process", "save", "worker"]
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
     ordered = sorted(values)
     return {f"p{p}": round(ordered[min(len(ordered) - 1, len(ordered) * p // 100)], 1) for p in (50, 90, 99)}
-
-
-def environment() -> dict[str, Any]:
-    versions = {}
-    for name in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    cpu = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "")
-    return {
-        "date": datetime.date.today().isoformat(),
-        "python": platform.python_version(),
-        "cpu": cpu.partition(":")[2].strip(),
-        "cores": os.cpu_count(),
-        "load_before": os.getloadavg()[0],
-        "versions": versions,
-    }
 
 
 def save(path: Path, results: dict[str, Any]) -> None:

@@ -1,15 +1,27 @@
-"""Time of a plan, beside a loop over requests in plain Python that plans the same."""
+"""The time of a plan, beside a loop over requests in plain Python that plans the same."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
 from kvfold_kernels import plan as p
+from kvfold_kernels.bench.timing import in_turns
 from kvfold_kernels.geometry import KINDS, Geometry
-from tests.bench.measure import median_us
+
+_REQUESTS = 1024
+_LONG = 65536
+
+
+def time_plans(rounds: int) -> Iterator[tuple[str, dict[str, list[float]]]]:
+    """Case, and µs of each round: `plan`, and where it was planned request by request too, `loop`."""
+    table = np.arange(_REQUESTS * 300, dtype=np.int32).reshape(_REQUESTS, 300)
+    for kind in ("hca", "csa"):
+        geometry = Geometry(kind, KINDS[kind].ratio, KINDS[kind].head_dim)
+        yield f"{kind}, one request of {_LONG:,}", in_turns(_one_long_request(geometry, table), rounds, "cpu")
+        yield f"{kind}, {_REQUESTS:,} requests of 1", in_turns(_many_decodes(geometry, table), rounds, "cpu")
 
 
 def by_request(
@@ -38,29 +50,20 @@ def by_request(
     return windows
 
 
-def one_long_request(geometry: Geometry, table: np.ndarray) -> dict[str, float]:
-    state, slots, loc = p.empty_state(1024), np.array([3]), np.array([0, 65536])
+def _one_long_request(geometry: Geometry, table: np.ndarray) -> dict[str, Callable[[], object]]:
+    state, slots, loc = p.empty_state(_REQUESTS), np.array([3]), np.array([0, _LONG])
     n = geometry.default_page_entries
-    return {"us": median_us(lambda: p.make_plan(geometry, state, slots, loc, table, n), 1000)}
+    return {"plan": lambda: p.make_plan(geometry, state, slots, loc, table, n)}
 
 
-def many_decodes(geometry: Geometry, table: np.ndarray) -> dict[str, float]:
-    state, slots, loc = p.empty_state(1024), np.arange(1024), np.arange(1025)
+def _many_decodes(geometry: Geometry, table: np.ndarray) -> dict[str, Callable[[], object]]:
+    state, slots, loc = p.empty_state(_REQUESTS), np.arange(_REQUESTS), np.arange(_REQUESTS + 1)
     n = geometry.default_page_entries
-    state[p.COMMITTED] = np.random.default_rng(0).integers(0, 5000, 1024)
+    state[p.COMMITTED] = np.random.default_rng(0).integers(0, 5000, _REQUESTS)
     state[p.LIVE_START] = [geometry.live_start(int(tokens)) for tokens in state[p.COMMITTED]]
     planned, rows, starts = p.make_plan(geometry, state, slots, loc, table, n), table.tolist(), loc.tolist()
     assert by_request(geometry, state, starts, rows, n) == planned.windows.T.tolist()
-    ours = median_us(lambda: p.make_plan(geometry, state, slots, loc, table, n), 1000)
-    loop = median_us(lambda: by_request(geometry, state, starts, rows, n), 100)
-    return {"us": ours, "loop_us": loop, "ratio": loop / ours}
-
-
-def run() -> dict[str, Any]:
-    results = {}
-    table = np.arange(1024 * 300, dtype=np.int32).reshape(1024, 300)
-    for kind in ("hca", "csa"):
-        geometry = Geometry(kind, KINDS[kind].ratio, KINDS[kind].head_dim)
-        results[f"{kind}, one request of 65,536"] = one_long_request(geometry, table)
-        results[f"{kind}, 1,024 requests of 1"] = many_decodes(geometry, table)
-    return results
+    return {
+        "plan": lambda: p.make_plan(geometry, state, slots, loc, table, n),
+        "loop": lambda: by_request(geometry, state, starts, rows, n),
+    }
