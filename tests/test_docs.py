@@ -95,12 +95,6 @@ def test_every_option_is_named_with_its_default():
     assert list(rows) == ["option"]
 
 
-def test_what_is_said_to_be_missing_is_missing():
-    absent = section(CONTRACT, "## Not in this version")
-    for option in re.findall(r"`--([a-z-]+)` \| no such option", absent):
-        assert option.replace("-", "_") not in Settings.model_fields
-
-
 def test_names_of_the_manifest():
     text = section(CONTRACT, "## Manifest")
     parts = (manifests.Manifest, manifests.CompressorPart)
