@@ -6,7 +6,9 @@ import pytest
 
 from kvfold_service.auth import ANYONE, ROLES, Caller, Tokens
 from kvfold_service.quotas import Quota
+from kvfold_service.settings import read, tokens_of_environment
 from tests.service_cases import no_start, refused
+from tests.test_settings import NEEDED
 
 PREFILL, DECODE, ROOT = "prefill-0123456789", "decode-0123456789a", "root-0123456789abc"
 FILE = f"""
@@ -120,3 +122,22 @@ def test_a_token_belongs_to_one_tenant(tmp_path):
     """Else it would depend on the order of lines who the caller is."""
     with no_start("line 2"):
         tokens(tmp_path, f"{PREFILL} team-a step\n{PREFILL} team-b step\n")
+
+
+def test_tokens_of_the_environment(monkeypatch):
+    """The lines of a token file, without a file; what is wrong with them is said, and never the token itself."""
+    monkeypatch.setenv("KVFOLD_TOKENS", f"# ours\n{PREFILL} team-a step,pull queue=3\n\n{ROOT} ops admin")
+    tokens = Tokens(None, tokens_of_environment())
+    assert tokens.caller(f"Bearer {PREFILL}").tenant == "team-a"
+    assert tokens.quotas["team-a"].queue == 3
+    assert tokens.secrets == [PREFILL, ROOT]
+    with no_start("KVFOLD_TOKENS line 2", "TENANT"):
+        Tokens(None, f"\n{PREFILL} team-a\n")
+    with no_start("KVFOLD_TOKENS", "no token"):
+        Tokens(None, "")
+    settings = read([*NEEDED, "--host=0.0.0.0"])
+    assert PREFILL not in repr(settings)
+    with no_start("--token-file", "KVFOLD_TOKENS", "only one"):
+        read([*NEEDED, "--token-file=tokens"])
+    monkeypatch.delenv("KVFOLD_TOKENS")
+    assert tokens_of_environment() is None

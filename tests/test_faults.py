@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,12 +14,11 @@ import pytest
 
 from kvfold_client import Client, errors
 from kvfold_kernels import backends
-from kvfold_service.canary import fault, watch
 from kvfold_service.errors import BrokenDeviceError
 from kvfold_service.runner import HostRunner
 from tests.faulty import PHASES
-from tests.http_cases import Api, assert_refused, services
-from tests.service_cases import HCA, NAMES, Process, alone, changed, make_worker, page_entries, stream
+from tests.http_cases import assert_refused, services
+from tests.service_cases import HCA, NAMES, Process, alone, make_worker, page_entries, stream
 
 serve = pytest.fixture(services)
 
@@ -180,54 +178,7 @@ def test_a_device_that_is_broken(bad_day):
     assert bad_day.integrity()["status"] == "ok"
 
 
-# -- the canary, in process ----------------------------------------------------------------------------------------
-
-
-async def until_unready(api: Api) -> str:
-    """What /readyz says, once it is no."""
-    watching = asyncio.create_task(watch(api.service, 0.01))
-    async with asyncio.timeout(30):
-        while (answer := await api.get("/readyz")).status_code == 200:
-            await asyncio.sleep(0.01)
-    watching.cancel()
-    return answer.json()["reason"]
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize("how", ["wrong", "raises"])
-async def test_an_idle_worker_that_has_gone_bad_finds_out(serve, how):
-    good = [True]
-
-    def compress(real, *arguments):
-        if not good and how == "raises":
-            raise RuntimeError("injected")
-        launches = real(*arguments)
-        if not good:
-            arguments[4][:, ::3] ^= 1
-        return launches
-
-    api = serve(changed(backends.load("cpu"), compress))
-    assert fault(api.service.worker) is None
-    assert (await api.step([("r", 0, 9)])).status_code == 200
-    good.clear()
-    assert "canary" in await until_unready(api)
-    assert_refused(await api.step([("r", 9, 9)], step_id="s2"), "not_ready")
-
-
-@pytest.mark.anyio
-async def test_a_canary_that_finds_no_room_says_nothing(serve):
-    api = serve(max_requests=1)
-    await api.step([("r", 0, 9)])
-    assert fault(api.service.worker) is None
-    assert api.service.worker.totals["steps"] == 1
-
-
-@pytest.mark.anyio
-async def test_a_canary_leaves_requests_of_its_name_alone(serve):
-    api = serve()
-    await api.step([("kvfold.canary", 0, 9)])
-    assert fault(api.service.worker) is None
-    assert (await api.get("/v1/requests/kvfold.canary")).status_code == 200
+# -- in process ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.anyio

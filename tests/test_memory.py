@@ -28,8 +28,12 @@ def on_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., N
     return run
 
 
+def begin(memory: StepMemory, tenant: str, step_id: str, body: bytes) -> asyncio.Future[Encoded] | None:
+    return memory.begin(tenant, step_id, body, len(body))
+
+
 def run_step(memory: StepMemory, step_id: str, body: bytes = A, tenant: str = "t", text: str = "done") -> None:
-    assert memory.begin(tenant, step_id, body) is None
+    assert begin(memory, tenant, step_id, body) is None
     memory.finish(tenant, step_id, reply(text))
 
 
@@ -38,14 +42,14 @@ async def test_the_same_step_gets_the_first_reply():
     memory = StepMemory(4)
     run_step(memory, "s", text="first")
     for _ in range(3):
-        assert await memory.begin("t", "s", A) == reply("first")
+        assert await begin(memory, "t", "s", A) == reply("first")
 
 
 @on_a_loop
 async def test_while_the_first_runs_the_second_waits_for_its_reply():
     memory = StepMemory(4)
-    assert memory.begin("t", "s", A) is None
-    second = memory.begin("t", "s", A)
+    assert begin(memory, "t", "s", A) is None
+    second = begin(memory, "t", "s", A)
     assert not second.done()
     memory.finish("t", "s", reply("first"))
     assert await second == reply("first")
@@ -55,12 +59,12 @@ async def test_while_the_first_runs_the_second_waits_for_its_reply():
 @on_a_loop
 async def test_another_body_under_the_id_is_a_conflict(finished):
     memory = StepMemory(4)
-    memory.begin("t", "s", A)
+    begin(memory, "t", "s", A)
     if finished:
         memory.finish("t", "s", reply("first"))
     with refused("step_conflict"):
-        memory.begin("t", "s", B)
-    assert memory.begin("t", "s", A) is not None
+        begin(memory, "t", "s", B)
+    assert begin(memory, "t", "s", A) is not None
 
 
 @on_a_loop
@@ -68,19 +72,19 @@ async def test_ids_are_each_tenant_s_own():
     memory = StepMemory(4)
     run_step(memory, "s", A, "a", "of a")
     run_step(memory, "s", B, "b", "of b")
-    assert (await memory.begin("a", "s", A), await memory.begin("b", "s", B)) == (reply("of a"), reply("of b"))
+    assert (await begin(memory, "a", "s", A), await begin(memory, "b", "s", B)) == (reply("of a"), reply("of b"))
 
 
 @on_a_loop
 async def test_a_refused_step_frees_its_id_and_tells_who_waited():
     memory = StepMemory(4)
-    memory.begin("t", "s", A)
-    waiting = memory.begin("t", "s", A)
+    begin(memory, "t", "s", A)
+    waiting = begin(memory, "t", "s", A)
     memory.forget("t", "s", ServiceError("non_finite", "no"))
     with refused("non_finite"):
         await waiting
     run_step(memory, "s", B, text="second try")
-    assert await memory.begin("t", "s", B) == reply("second try")
+    assert await begin(memory, "t", "s", B) == reply("second try")
 
 
 @on_a_loop
@@ -88,8 +92,8 @@ async def test_the_last_ids_are_kept():
     memory = StepMemory(3)
     for i in range(5):
         run_step(memory, f"s{i}")
-    assert [memory.begin("t", f"s{i}", A) is not None for i in (2, 3, 4)] == [True] * 3
-    assert memory.begin("t", "s1", A) is None
+    assert [begin(memory, "t", f"s{i}", A) is not None for i in (2, 3, 4)] == [True] * 3
+    assert begin(memory, "t", "s1", A) is None
 
 
 @on_a_loop
@@ -98,16 +102,16 @@ async def test_another_tenant_s_steps_push_nothing_out():
     run_step(memory, "s", tenant="a")
     for i in range(3):
         run_step(memory, f"s{i}", tenant="b")
-    assert memory.begin("a", "s", A) is not None
+    assert begin(memory, "a", "s", A) is not None
 
 
 @on_a_loop
 async def test_what_still_runs_is_never_dropped():
     memory = StepMemory(1)
-    memory.begin("t", "slow", A)
+    begin(memory, "t", "slow", A)
     for i in range(3):
         run_step(memory, f"s{i}")
-    slow = memory.begin("t", "slow", A)
+    slow = begin(memory, "t", "slow", A)
     memory.finish("t", "slow", reply("late"))
     assert await slow == reply("late")
 
@@ -117,15 +121,15 @@ async def test_replies_are_bounded_by_bytes_too():
     memory = StepMemory(100, max_bytes=10)
     for i in range(4):
         run_step(memory, f"s{i}", text="12345")
-    assert [memory.begin("t", f"s{i}", A) is not None for i in (2, 3)] == [True, True]
-    assert memory.begin("t", "s1", A) is None
+    assert [begin(memory, "t", f"s{i}", A) is not None for i in (2, 3)] == [True, True]
+    assert begin(memory, "t", "s1", A) is None
 
 
 @on_a_loop
 async def test_a_reply_over_the_bound_is_kept_until_the_next():
     memory = StepMemory(100, max_bytes=10)
     run_step(memory, "large", text="x" * 50)
-    assert await memory.begin("t", "large", A) == reply("x" * 50)
+    assert await begin(memory, "t", "large", A) == reply("x" * 50)
     run_step(memory, "small", text="x")
-    assert memory.begin("t", "large", A) is None
-    assert memory.begin("t", "small", A) is not None
+    assert begin(memory, "t", "large", A) is None
+    assert begin(memory, "t", "small", A) is not None

@@ -22,7 +22,10 @@ def _own_environment(monkeypatch):
     for name in Settings.model_fields:
         monkeypatch.delenv(f"KVFOLD_{name.upper()}", raising=False)
     monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
+    monkeypatch.setattr(logging, "captureWarnings", lambda capture: None)
+    level = logging.getLogger("kvfold").level
     yield
+    logging.getLogger("kvfold").setLevel(level)
     torch.set_grad_enabled(True)  # a start turns it off
 
 

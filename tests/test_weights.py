@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from kvfold_service import manifest as manifests
+from kvfold_service import weights
 from kvfold_service.manifest import parse
 from kvfold_service.weights import Weights, load, seeded
 from tests.service_cases import CSA, HCA, INDEXER, NAMES, SMALL, no_start
@@ -161,3 +162,13 @@ def test_seeded_weights_stay_as_they_are():
     assert ape.flatten()[:3].tolist() == pytest.approx([-1.1973329, -0.7773737, -1.4729338], abs=1e-6)
     assert abs(norm.mean().item() - 1) < 0.05
     assert 0.15 < norm.std().item() < 0.25
+
+
+def test_reading_for_long_tells_how_far_it_is(tmp_path, monkeypatch, caplog):
+    file = in_file(tmp_path, tensors())
+    with caplog.at_level("INFO", "kvfold"):
+        load(file, MANIFEST)
+        assert not caplog.messages, "it took no time"
+        monkeypatch.setattr(weights, "_SECONDS_BETWEEN_LINES", 0.0)
+        load(file, MANIFEST)
+    assert caplog.messages == [f"weights of {n} of 3 compressors read" for n in (1, 2, 3)]

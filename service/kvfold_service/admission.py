@@ -18,11 +18,12 @@ FIRST_BYTES: Final = 64 << 10
 
 
 class Admission:
-    """`places` bodies are on their way, wait or run; `queued` of them are whole."""
+    """`places` bodies are on their way, wait or run; `queued` of them are whole; `num_admitted` there were so far."""
 
     def __init__(self, staging: Staging, max_body_bytes: int, max_queue: int, quotas: Quotas) -> None:
         self.staging, self.max_body_bytes, self.max_queue, self._quotas = staging, max_body_bytes, max_queue, quotas
-        self.places = self.queued = 0
+        self.queued = self.num_admitted = 0
+        self._open: set[int] = set()
         self._bodies: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
 
@@ -47,6 +48,14 @@ class Admission:
             raise
         return Place(self, tenant, extent, limit if announced is None else announced)
 
+    @property
+    def places(self) -> int:
+        return len(self._open)
+
+    def holds_any_of(self, first: int) -> bool:
+        """Whether one of the first so many that were admitted is still there."""
+        return min(self._open, default=first) < first
+
     def limit(self, tenant: str) -> int:
         """Bytes that a body of this tenant may have."""
         own = self._quotas.get(tenant, UNLIMITED).staging
@@ -70,9 +79,17 @@ class Admission:
             staging_bytes=self.staging.num_bytes,
         )
 
+    def enter(self) -> int:
+        """A place is taken: its number."""
+        self.num_admitted += 1
+        self._open.add(self.num_admitted - 1)
+        return self.num_admitted - 1
+
+    def leave(self, number: int) -> None:
+        self._open.remove(number)
+
     def count(self, tenant: str, bodies: int, num_bytes: int) -> None:
         """A place taken, grown or left."""
-        self.places += bodies
         for counter, change in ((self._bodies, bodies), (self._bytes, num_bytes)):
             counter[tenant] += change
             if not counter[tenant]:
@@ -93,6 +110,7 @@ class Place:
         self._extent: Extent | None = extent
         self.view = extent.view
         self._queued = False
+        self._number = admission.enter()
         admission.count(tenant, 1, len(extent.view))
 
     def hold(self, num_bytes: int) -> None:
@@ -123,6 +141,7 @@ class Place:
         """Give all of it back; once more is harmless."""
         if self._extent is not None:
             self._admission.queued -= self._queued
+            self._admission.leave(self._number)
             self._admission.count(self._tenant, -1, -len(self._extent.view))
             self._admission.staging.give_back(self._extent)
             self._extent = None

@@ -6,28 +6,57 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
+from starlette.types import Receive, Scope, Send
 
 import kvfold_client
+from kvfold_service import once, refusals
 from kvfold_service.canary import watch
 from kvfold_service.errors import ServiceError
-from kvfold_service.routes import metrics_routes, reply, routes
+from kvfold_service.movers.routes import fleet_routes
+from kvfold_service.once import STEP
+from kvfold_service.routes import metrics_routes, routes
 from kvfold_service.service import Service
 from kvfold_service.step import malformed
 
 __all__ = ["Service", "build", "build_metrics"]
 
 log = logging.getLogger("kvfold")
+_NO_TELEMETRY: Any = dict.fromkeys(("tracing", "metrics", "logs", "auto_configure"), False)
+"""FastAPI's own, where it has any: spans are `tracing`'s, metrics are `metrics`', and no body goes anywhere else."""
+
+
+class _App(FastAPI):
+    """Steps go straight to their route: FastAPI's way there takes longer than all that is checked before a body."""
+
+    def __init__(self, service: Service, **options: Any) -> None:
+        super().__init__(**options)
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or (scope["method"], scope["path"]) != STEP:
+            await super().__call__(scope, receive, send)
+            return
+        request = Request(scope, receive, send)
+        try:
+            response = await once.step(self._service, request)
+        except ServiceError as error:
+            response = refusals.refused(self._service, request, error)
+        except Exception as error:
+            response = refusals.broken(self._service, request, error)
+        await response(scope, receive, send)
 
 
 def build(service: Service) -> FastAPI:
     """All calls; /metrics only if it has no port of its own."""
-    app = _app(service, lifespan=_lifespan(service))
+    app = _app(service, partial(_App, service), lifespan=_lifespan(service))
     app.include_router(routes(service))
+    app.include_router(fleet_routes(service))
     if service.settings.metrics_port is None:
         app.include_router(metrics_routes(service))
     return app
@@ -35,30 +64,26 @@ def build(service: Service) -> FastAPI:
 
 def build_metrics(service: Service) -> FastAPI:
     """What --metrics-port serves."""
-    app = _app(service, openapi_url=None)
+    app = _app(service, FastAPI, openapi_url=None)
     app.include_router(metrics_routes(service))
     return app
 
 
-def _app(service: Service, **options: Any) -> FastAPI:
-    app = FastAPI(
+def _app(service: Service, make: Callable[..., FastAPI], **options: Any) -> FastAPI:
+    app = make(
         title="kvfold",
         version=kvfold_client.__version__,
         description="State caches and exact compression kernels for DeepSeek-V4 KV caches; see docs/contract.md.",
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
+        telemetry=_NO_TELEMETRY,
         **options,
     )
 
     @app.exception_handler(ServiceError)
     async def refused(request: Request, error: ServiceError) -> Response:
-        service.metrics.rejections.labels(error.code).inc()
-        log.debug("%s %s is refused: %s", request.method, request.url.path, error)
-        headers = {"Retry-After": str(max(1, round(error.retry_after)))} if error.retry_after else {}
-        if error.code == "unauthorized":
-            headers["WWW-Authenticate"] = "Bearer"
-        return reply(service, request, error.body(), error.status, headers)
+        return refusals.refused(service, request, error)
 
     @app.exception_handler(HTTPException)
     async def no_such_call(request: Request, error: HTTPException) -> Response:
@@ -66,14 +91,11 @@ def _app(service: Service, **options: Any) -> FastAPI:
         headers = dict(error.headers or {})
         if "Allow" in headers:  # routes know their own method only
             headers["Allow"] = ", ".join(_methods(app, request))
-        return reply(service, request, body, error.status_code, headers)
+        return service.reply(request, body, error.status_code, headers)
 
     @app.exception_handler(Exception)
     async def broken(request: Request, error: Exception) -> Response:
-        log.error("a call failed", exc_info=error)
-        service.failed(error)
-        body = ServiceError("step_failed", "the worker failed; nothing was changed").body()
-        return reply(service, request, body, 500)
+        return refusals.broken(service, request, error)
 
     return app
 

@@ -35,16 +35,19 @@ ANYONE: Final = Caller("", frozenset(ROLES))
 
 
 class Tokens:
-    """Bearer tokens of a file, or none: then every caller is trusted. `quotas` by tenant."""
+    """Bearer tokens of a file or of `text`, or none: then every caller is trusted. `quotas` by tenant."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, text: str | None = None) -> None:
         self._callers: list[tuple[bytes, Caller]] | None = None
         self.quotas: dict[str, Quota] = {}
-        if path is not None:
-            try:
-                self._read(path)
-            except _LineError as error:
-                raise StartError(f"--token-file {path.name}{error}") from None
+        source = "KVFOLD_TOKENS" if path is None else f"--token-file {path.name}"
+        try:
+            if path is not None:
+                text = _text_of(path)
+            if text is not None:
+                self._read(text)
+        except _LineError as error:
+            raise StartError(f"{source}{error}") from None
 
     @property
     def secrets(self) -> list[str]:
@@ -64,12 +67,8 @@ class Tokens:
             raise ServiceError("unauthorized", "send a valid token: Authorization: Bearer …")
         return found
 
-    def _read(self, path: Path) -> None:
-        try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise _LineError(f" cannot be read: {type(error).__name__}") from None
-        rows = [(number, line.split("#")[0].split()) for number, line in enumerate(lines, 1)]
+    def _read(self, text: str) -> None:
+        rows = [(number, line.split("#")[0].split()) for number, line in enumerate(text.splitlines(), 1)]
         rows = [(number, words) for number, words in rows if words]
         self._callers = [_parse(number, words) for number, words in rows]
         if not rows:
@@ -87,7 +86,14 @@ class Tokens:
 
 
 class _LineError(Exception):
-    """What is wrong with the file, behind its name."""
+    """What is wrong with the lines, behind the name of where they stand."""
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _LineError(f" cannot be read: {type(error).__name__}") from None
 
 
 def _parse(number: int, words: list[str]) -> tuple[bytes, Caller]:

@@ -9,6 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from kvfold_client import wire
+from kvfold_service.arrivals import ImportCall, ImportPart
 from kvfold_service.errors import ServiceError
 from kvfold_service.step import (
     StepRules,
@@ -23,7 +24,7 @@ from kvfold_service.step import (
     malformed,
     wire_tensor,
 )
-from kvfold_service.transfer import ExportCall, ImportCall, ImportPart
+from kvfold_service.transfer import EntriesCall, ExportCall
 
 _MAX_HANDLES: Final = 65536
 MAX_LEASE_SECONDS: Final = 86400
@@ -68,6 +69,16 @@ def parse_export(body: Mapping[str, Any]) -> ExportCall:
     return ExportCall(None if names is None else tuple(names), entries, from_entry)
 
 
+def parse_entries(body: Mapping[str, Any]) -> EntriesCall:
+    expect_fields(body, "the call", {"version", "compressor", "from_entry", "to_entry"})
+    if not isinstance(body["compressor"], str):
+        raise malformed("compressor must be a string")
+    first = expect_int(body["from_entry"], "from_entry", 0)
+    end = expect_int(body["to_entry"], "to_entry", first)
+    expect_version(body)
+    return EntriesCall(body["compressor"], first, end)
+
+
 def parse_import(body: Mapping[str, Any], rules: StepRules, entry_bytes: Mapping[str, int]) -> ImportCall:
     """In the order of a step's checks: malformed, version, compat, names, shapes and dtypes, positions."""
     expect_fields(body, "the call", {"version", "id", "compat", "compressors"})
@@ -103,13 +114,14 @@ def _import_part(name: str, part: Mapping[str, Any], rules: StepRules, entry_byt
     geometry = rules.parts[name].geometry(rules.draft_slack)
     first = geometry.live_start(committed)
     rows = input_tensor(name, part["open_rows"], committed - first, rules)
-    entries = None
+    num_entries, entries = geometry.num_entries(committed), None
     if "entries" in part:
-        entries = _entries(name, part, geometry.num_entries(committed), entry_bytes[name])
+        entries = _entries(name, part, num_entries, entry_bytes[name])
+    first_entry = num_entries - (entries.shape[0] if entries else 0)
     positions = integers(part["open_positions"], "open_positions", "bad_positions")
     if not np.array_equal(positions, np.arange(first, committed)):
         raise ServiceError("bad_positions", f"open_positions of {name} must be {first} to {committed - 1}")
-    return ImportPart(committed, entries, rows, positions)
+    return ImportPart(committed, first_entry, entries, rows, positions)
 
 
 def _entries(name: str, part: Mapping[str, Any], num_entries: int, entry_bytes: int) -> wire.Tensor:

@@ -1,13 +1,13 @@
-"""A step of known answer through the whole data path, on every compressor: before a worker says that it is ready, while
-it is idle, and after a step that failed."""
+"""A step of known answer through the whole data path, on every compressor: before a worker says that it is ready, from
+time to time, and after a step that failed."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
-import logging
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -24,65 +24,88 @@ from kvfold_service.worker import Worker
 if TYPE_CHECKING:
     from kvfold_service.service import Service
 
-log = logging.getLogger("kvfold")
 _ID = "kvfold.canary"
 _TENANT = "the canary"
 """No tenant of a token file: their names have no spaces."""
 _MOST_DIFFERENT = 0.02
 """Share of bytes that may differ from the reference: roundings that fall the other way, not a wrong row."""
+PASSED: Final = "passed"
+NO_ROOM: Final = "no_room"
+FAILED: Final = "failed"
+_LOOK_AGAIN_S: Final = 1.0
+"""Until the next try where there was no room."""
 
 
 class CanaryError(Exception):
     """The data path gives wrong bytes; str() says where."""
 
 
-def prove(worker: Worker) -> None:
-    """One window in one step and, again, split in two, on one compressor of each layout and kind.
+@dataclasses.dataclass(frozen=True)
+class Proof:
+    """One window of a compressor: its rows `[window_rows, row_width]`, and the page-free rows that they must become."""
 
-    The two must agree bit for bit and, up to roundings, with the reference. Raises CanaryError. Leaves nothing behind.
-    """
+    cache: CompressorCache
+    dtype: str
+    rows: torch.Tensor
+    expected: torch.Tensor
+
+    @classmethod
+    def of(cls, cache: CompressorCache) -> Proof:
+        geometry = cache.compressor.geometry
+        dtype = "bf16" if cache.part.input_dtype == "bf16" else "fp32"
+        generator = torch.Generator().manual_seed(geometry.window_rows)
+        rows = torch.randn(geometry.window_rows, geometry.row_width, generator=generator).to(torch.bfloat16)
+        rows = rows if dtype == "bf16" else rows.float()
+        return cls(cache, dtype, rows, _expected(cache.compressor, rows))
+
+
+def proofs(worker: Worker) -> list[Proof]:
+    """For one compressor of each layout and kind."""
     seen = {}
     for cache in worker.caches.compressors:
         geometry = cache.compressor.geometry
         if geometry.window_rows < worker.manifest.max_position:
             seen.setdefault((geometry, cache.group.layout, cache.part.input_dtype), cache)
+    return [Proof.of(cache) for cache in seen.values()]
+
+
+def prove(worker: Worker) -> None:
+    """All proofs. Raises CanaryError. Leaves nothing behind."""
+    for proof in proofs(worker):
+        prove_one(worker, proof)
+
+
+def prove_one(worker: Worker, proof: Proof) -> None:
+    """The window in one step and, again, split in two.
+
+    The two must agree bit for bit and, up to roundings, with the reference. Raises CanaryError. Leaves nothing behind.
+    """
+    num_tokens, name = len(proof.rows), proof.cache.name
     totals, by_kind = dict(worker.totals), Counter(worker.by_kind)
     try:
-        for cache in seen.values():
-            _prove(worker, cache)
+        whole = _run(worker, proof, [num_tokens])
+        split = _run(worker, proof, [num_tokens - 1, 1])
     finally:
         worker.totals.update(totals)
         worker.by_kind = by_kind
-
-
-def _prove(worker: Worker, cache: CompressorCache) -> None:
-    geometry = cache.compressor.geometry
-    num_tokens = geometry.window_rows
-    dtype = "bf16" if cache.part.input_dtype == "bf16" else "fp32"
-    generator = torch.Generator().manual_seed(num_tokens)
-    rows = torch.randn(num_tokens, geometry.row_width, generator=generator).to(torch.bfloat16)
-    rows = rows if dtype == "bf16" else rows.float()
-    whole = _run(worker, cache, dtype, rows, [num_tokens])
-    split = _run(worker, cache, dtype, rows, [num_tokens - 1, 1])
     if not torch.equal(whole, split):
-        raise CanaryError(f"{cache.name}: a window split over two steps gives other bytes than in one")
-    expected = _expected(cache.compressor, rows)
-    if not _close(whole, expected, cache):
-        raise CanaryError(f"{cache.name}: the entries of backend {worker.backend.name} are not the reference's")
+        raise CanaryError(f"{name}: a window split over two steps gives other bytes than in one")
+    if not _close(whole, proof.expected, proof.cache):
+        raise CanaryError(f"{name}: the entries of backend {worker.backend.name} are not the reference's")
 
 
-def _run(worker: Worker, cache: CompressorCache, dtype: str, rows: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    start = 0
+def _run(worker: Worker, proof: Proof, lengths: list[int]) -> torch.Tensor:
+    start, cache = 0, proof.cache
     try:
         for length in lengths:
-            part = rows[start : start + length].contiguous()
+            part = proof.rows[start : start + length].contiguous()
             data = part.view(torch.uint8).numpy().reshape(-1).data
             step = Step(
                 step_id=_ID,
                 requests=(StepRequest(_ID, start, length),),
                 query_start_loc=torch.tensor([0, length]).numpy(),
                 num_rows=length,
-                tensors={cache.name: wire.Tensor(dtype, tuple(part.shape), data)},
+                tensors={cache.name: wire.Tensor(proof.dtype, tuple(part.shape), data)},
                 draft_tokens=torch.zeros(1, dtype=torch.int64).numpy(),
                 all_pages=True,
             )
@@ -131,25 +154,34 @@ def prove_or_refuse(worker: Worker) -> None:
         raise StartError(f"the canary step failed: {error}") from None
 
 
-def fault(worker: Worker) -> str | None:
-    """`prove` on a worker in use: why it must not be trusted, or None; also None if its pools have no room for it."""
+def fault(worker: Worker, proof: Proof) -> tuple[str, str]:
+    """Prove a worker in use: PASSED, NO_ROOM (its pools are full) or FAILED, and why it must not be trusted."""
     try:
-        prove(worker)
+        prove_one(worker, proof)
     except CanaryError as error:
-        return f"the canary step failed: {error}"
+        return FAILED, f"the canary step failed: {error}"
     except ServiceError as error:
-        return None if error.code == "pool_exhausted" else f"the canary step failed: {error.message}"
-    return None
+        return (NO_ROOM, "") if error.code == "pool_exhausted" else (FAILED, f"the canary step failed: {error.message}")
+    return PASSED, ""
 
 
 async def watch(service: Service, seconds: float) -> None:
-    """Prove the worker whenever it is idle, every `seconds` (0: never), and at once when a step has failed."""
+    """Prove the worker every `seconds` (0: never), and at once when a step has failed.
+
+    Whatever else it has to do: each proof takes its turn on the engine, so that between two of them others run.
+    """
+    made = await service.engine.call(proofs, service.worker)
+    pause = seconds
     while True:
-        try:
-            await asyncio.wait_for(service.suspect.wait(), seconds or None)
-        except TimeoutError:
-            if not service.idle:
-                continue
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(service.suspect.wait(), pause or None)
         service.suspect.clear()
-        if not service.not_ready and (reason := await service.engine.call(fault, service.worker)):
-            service.distrust(reason)
+        pause = seconds
+        for proof in made if not service.not_ready else ():
+            outcome, reason = await service.engine.call(fault, service.worker, proof)
+            service.metrics.proofs.labels(outcome).inc()
+            if outcome == FAILED:
+                service.distrust(reason)
+                break
+            if outcome == NO_ROOM:
+                pause = min(seconds or _LOOK_AGAIN_S, _LOOK_AGAIN_S)

@@ -21,7 +21,7 @@ async def drain(service: Service, seconds: float) -> float:
     log.info("draining for at most %g s", seconds)
     loop = asyncio.get_running_loop()
     began = loop.time()
-    quiet = asyncio.create_task(_quiet(service))
+    quiet = asyncio.create_task(_quiet(service, service.admission.num_admitted))
     await asyncio.wait([quiet], timeout=seconds)
     if not quiet.done():
         quiet.cancel()  # and not awaited: a device that hangs must not keep the worker
@@ -29,8 +29,8 @@ async def drain(service: Service, seconds: float) -> float:
     return max(0.0, began + seconds - loop.time())
 
 
-async def _quiet(service: Service) -> None:
-    while service.admission.places or service.running:
+async def _quiet(service: Service, num_admitted: int) -> None:
+    while service.admission.holds_any_of(num_admitted) or service.running:
         await asyncio.sleep(_LOOK_AGAIN_S)
     while service.sending.num_replies or (
         not service.not_ready and await service.engine.call(reads.num_unread, service.worker)

@@ -11,11 +11,11 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
 from kvfold_service import execute
+from kvfold_service.reserve import Wanted
 from kvfold_service.step import Step
 from kvfold_service.worker import Message, Worker
 
@@ -25,11 +25,11 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class _Job:
-    """A call that waits: `call`, or a step."""
+    """A call that waits: `call`, or a step. Its future is told the outcome and the µs that it waited."""
 
     call: Callable[[], Any] | None
-    step: execute.Wanted | None
-    future: Future[tuple[Any, int]] = field(default_factory=Future)
+    step: Wanted | None
+    future: asyncio.Future[tuple[Any, int]]
     arrived_ns: int = field(default_factory=time.perf_counter_ns)
 
 
@@ -53,7 +53,7 @@ class Engine:
         named = [(tenant, request.id) for request in step.requests]
         self.worker.queued.update(named)
         try:
-            return await asyncio.wrap_future(self._submit(tenant, _Job(None, execute.Wanted(step, tenant))))
+            return await self._submit(tenant, None, Wanted(step, tenant))
         finally:
             queued = self.worker.queued
             for key in named:
@@ -71,7 +71,7 @@ class Engine:
 
         If cancelled, waits for it first, since it may still read its arguments.
         """
-        future = asyncio.wrap_future(self._submit(tenant, _Job(lambda: call(*args, **kwargs), None)))
+        future = self._submit(tenant, lambda: call(*args, **kwargs), None)
         try:
             result, _ = await asyncio.shield(future)
         except asyncio.CancelledError:
@@ -86,31 +86,47 @@ class Engine:
             self._changed.notify()
         self._thread.join()
 
-    def _submit(self, tenant: str, job: _Job) -> Future[tuple[Any, int]]:
-        loop = asyncio.get_running_loop()
+    def _submit(
+        self, tenant: str, call: Callable[[], Any] | None, step: Wanted | None
+    ) -> asyncio.Future[tuple[Any, int]]:
+        job = _Job(call, step, asyncio.get_running_loop().create_future())
         self.depth += 1
-        job.future.add_done_callback(lambda _: loop.call_soon_threadsafe(self._done))
         with self._changed:
             assert not self._stopping
             self._queues.setdefault(tenant, deque()).append(job)
             self._changed.notify()
         return job.future
 
-    def _done(self) -> None:
-        self.depth -= 1
-
     def _run(self) -> None:
         while jobs := self._take():
             begun = time.perf_counter_ns()
             if jobs[0].call is not None:
-                _settle(jobs[0], begun, _outcome(jobs[0].call))
+                outcomes = [_outcome(jobs[0].call)]
+            else:
+                wanted = [job.step for job in jobs if job.step is not None]
+                outcomes = _outcome(lambda wanted=wanted: execute.steps(self.worker, wanted))
+                if isinstance(outcomes, BaseException):
+                    outcomes = [outcomes] * len(jobs)
+            self._tell(jobs, begun, outcomes)
+
+    def _tell(self, jobs: list[_Job], begun_ns: int, outcomes: list[Any]) -> None:
+        """Wake the event loop, once for all of them."""
+        loop = jobs[0].future.get_loop()
+        try:
+            loop.call_soon_threadsafe(self._settle, jobs, begun_ns, outcomes)
+        except RuntimeError:
+            if not loop.is_closed():  # else nobody waits any more
+                raise
+
+    def _settle(self, jobs: list[_Job], begun_ns: int, outcomes: list[Any]) -> None:
+        self.depth -= len(jobs)
+        for job, outcome in zip(jobs, outcomes, strict=True):
+            if job.future.cancelled():
                 continue
-            wanted = [job.step for job in jobs if job.step is not None]
-            outcomes = _outcome(lambda wanted=wanted: execute.steps(self.worker, wanted))
-            if isinstance(outcomes, BaseException):
-                outcomes = [outcomes] * len(jobs)
-            for job, outcome in zip(jobs, outcomes, strict=True):
-                _settle(job, begun, outcome)
+            if isinstance(outcome, BaseException):
+                job.future.set_exception(outcome)
+            else:
+                job.future.set_result((outcome, (begun_ns - job.arrived_ns) // 1000))
 
     def _take(self) -> list[_Job]:
         """The next call, or the next steps that can run as one batch; empty when it is time to stop."""
@@ -144,10 +160,3 @@ def _outcome(call: Callable[[], Any]) -> Any:
         return call()
     except BaseException as error:
         return error
-
-
-def _settle(job: _Job, begun_ns: int, outcome: Any) -> None:
-    if isinstance(outcome, BaseException):
-        job.future.set_exception(outcome)
-    else:
-        job.future.set_result((outcome, (begun_ns - job.arrived_ns) // 1000))

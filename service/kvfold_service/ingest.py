@@ -67,7 +67,7 @@ def _quality(parameters: str) -> float:
     return 1.0
 
 
-def _announced(request: Request) -> int | None:
+def announced(request: Request) -> int | None:
     """Content-Length. The server's parser has refused what is no number."""
     length = request.headers.get("content-length", "")
     return int(length[:20]) if length.isascii() and length.isdecimal() else None
@@ -80,7 +80,7 @@ async def receive(request: Request, admission: Admission, tenant: str, patience:
     `admit` raises, malformed.
     """
     media_type = media_type_of(request)
-    place = admission.admit(tenant, _announced(request))
+    place = admission.admit(tenant, announced(request))
     try:
         num_bytes, fingerprint = await _stream(request, place, patience)
         place.enter_queue()

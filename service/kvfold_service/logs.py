@@ -1,14 +1,25 @@
-"""Log lines on stderr, as text or as one JSON object a line. Tokens and handles are never in them."""
+"""Log lines on stderr, as text or as one JSON object a line. Tokens and handles are never in them.
+
+Who logs never waits for who reads: lines are written by a thread of their own, and dropped and counted while there is
+no room.
+"""
 
 from __future__ import annotations
 
 import datetime
 import json
 import logging
+import os
+import queue
 import re
-import sys
+import threading
+from contextlib import suppress
 from typing import Any, Final
 
+STDERR: Final = 2
+MOST_LINES: Final = 4096
+"""Lines that may wait to be written."""
+_FLUSH_S: Final = 1.0
 _HANDLE: Final = re.compile(r"(?<![A-Za-z0-9_-])A[Q-Za-f][A-Za-z0-9_-]{50}(?![A-Za-z0-9_-])")
 _BEARER: Final = re.compile(r"(?i)(bearer\s+)[^\s\"',]+")
 
@@ -53,7 +64,60 @@ class JsonFormatter(Formatter):
         return json.dumps(entry | getattr(record, "fields", {}), ensure_ascii=False, default=str)
 
 
+class Lines(logging.Handler):
+    """Writes to a file descriptor, past Python's own buffers: a thread that is stuck there holds no lock at the end."""
+
+    def __init__(self, descriptor: int, most_lines: int = MOST_LINES) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+        self._waiting: queue.Queue[str] = queue.Queue(most_lines)
+        self._counting = threading.Lock()
+        self._num_dropped = 0
+        self._thread: threading.Thread | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._write_forever, name="kvfold-log", daemon=True)
+            self._thread.start()
+        try:
+            self._waiting.put_nowait(self.format(record))
+        except queue.Full:
+            with self._counting:
+                self._num_dropped += 1
+
+    def flush(self) -> None:
+        """Wait until all is written, but not long."""
+        with self._waiting.all_tasks_done:
+            self._waiting.all_tasks_done.wait_for(lambda: not self._waiting.unfinished_tasks, _FLUSH_S)
+
+    def _write_forever(self) -> None:
+        while True:
+            self._write(self._waiting.get())
+            with self._counting:
+                num_dropped, self._num_dropped = self._num_dropped, 0
+            if num_dropped:
+                text = f"{num_dropped} log lines were dropped: nobody took them"
+                told = {"name": "kvfold", "levelno": logging.WARNING, "levelname": "WARNING", "msg": text}
+                self._write(self.format(logging.makeLogRecord(told)))
+            self._waiting.task_done()
+
+    def _write(self, line: str) -> None:
+        data = memoryview(f"{line}\n".encode(errors="backslashreplace"))
+        with suppress(OSError):  # its disk is full, or its reader has gone: no reason not to serve
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+
+
 def start(level: str, form: str, secrets: list[str]) -> None:
-    handler = logging.StreamHandler(sys.stderr)
+    """Log from this level on; what libraries say, from warnings on."""
+    handler = Lines(STDERR)
     handler.setFormatter((JsonFormatter if form == "json" else Formatter)(secrets))
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.basicConfig(level="ERROR" if level == "error" else "WARNING", handlers=[handler], force=True)
+    logging.getLogger("kvfold").setLevel(level.upper())
+    logging.captureWarnings(True)
+
+
+def flush() -> None:
+    """Before a process ends at once."""
+    for handler in logging.getLogger().handlers:
+        handler.flush()

@@ -20,6 +20,7 @@ class Encoded:
 @dataclass(slots=True)
 class _Entry:
     fingerprint: bytes
+    num_bytes: int
     reply: asyncio.Future[Encoded]
 
 
@@ -35,7 +36,7 @@ class StepMemory:
         self._tenants: dict[str, OrderedDict[str, _Entry]] = {}
         self._bytes: dict[str, int] = {}
 
-    def begin(self, tenant: str, step_id: str, fingerprint: bytes) -> asyncio.Future[Encoded] | None:
+    def begin(self, tenant: str, step_id: str, fingerprint: bytes, num_bytes: int) -> asyncio.Future[Encoded] | None:
         """None: run the step, then `finish` or `forget` it. Else: the reply of the same step, come or to come.
 
         Raises step_conflict if the id was used for another body.
@@ -43,13 +44,22 @@ class StepMemory:
         entries = self._tenants.setdefault(tenant, OrderedDict())
         entry = entries.get(step_id)
         if entry is None:
-            entries[step_id] = _Entry(fingerprint, asyncio.get_running_loop().create_future())
+            entries[step_id] = _Entry(fingerprint, num_bytes, asyncio.get_running_loop().create_future())
             return None
         if entry.fingerprint != fingerprint:
             raise ServiceError(
                 "step_conflict", f"step id {step_id} was used for another body; give each step its own id"
             )
         return entry.reply
+
+    def may_know(self, tenant: str, num_bytes: int | None) -> bool:
+        """Whether a body of this length may be one that is remembered."""
+        return any(entry.num_bytes == num_bytes for entry in self._tenants.get(tenant, {}).values())
+
+    def recall(self, tenant: str, step_id: object, fingerprint: bytes) -> asyncio.Future[Encoded] | None:
+        """The reply of this very step, come or to come; None if it never was."""
+        entry = self._tenants.get(tenant, {}).get(step_id) if isinstance(step_id, str) else None
+        return entry.reply if entry and entry.fingerprint == fingerprint else None
 
     def finish(self, tenant: str, step_id: str, reply: Encoded) -> None:
         entries = self._tenants[tenant]

@@ -113,6 +113,26 @@ _EXPORT = _body(
     },
     optional={"compressors", "entries", "from_entry"},
 )
+_ENTRIES = _body(
+    {
+        "compressor": {"type": "string"},
+        "from_entry": {"type": "integer", "minimum": 0},
+        "to_entry": {"type": "integer", "minimum": 0},
+    }
+)
+_PULL = _body(
+    {"id": {"type": "string"}, "from": {"type": "string"}, "mover": {"enum": ["auto", "http", "nixl"]}},
+    optional={"mover"},
+)
+_PULL_CODES = (
+    "unknown_peer",
+    "unknown_request",
+    "request_exists",
+    "compat_mismatch",
+    "pool_exhausted",
+    "non_finite",
+    "peer_failed",
+)
 _IMPORT = _body(
     {
         "id": {"type": "string"},
@@ -182,11 +202,23 @@ CALLS: Final[dict[tuple[str, str], dict[str, Any]]] = {
         "Entries and open rows of a request.", *_AUTH, *_BODY, "unknown_request", "unknown_compressor", body=_EXPORT
     ),
     ("POST", "/v1/import"): _call("Go on with an exported request.", *_NEW, *_IMPORT_CODES, body=_IMPORT),
+    ("POST", "/v1/pull"): _call(
+        "Take a request over from a peer.", *_NEW, *_PULL_CODES, body=_PULL, describe="The peer keeps its copy."
+    ),
+    ("POST", "/v1/requests/{id}/entries"): _call(
+        "Some entries of one compressor.", *_AUTH, *_BODY, "unknown_request", "unknown_compressor", body=_ENTRIES
+    ),
     ("GET", "/v1/requests/{id}"): _call("A request in all compressors.", *_AUTH, "unknown_request"),
     ("DELETE", "/v1/requests/{id}"): _call("Release a request; an unknown id is fine.", *_AUTH, status=204),
     ("GET", "/v1/manifest"): _call("What this worker serves.", "unauthorized", media_types=_JSON),
+    ("POST", "/v1/pages/locate"): _call(
+        "Where pages lie in memory, for NIXL.", *_AUTH, *_BODY, "unknown_handle", "stale_handle", body=_HANDLES
+    ),
+    ("GET", "/v1/nixl"): _call("How a peer connects to this worker by NIXL; empty without --nixl.", *_AUTH),
+    ("GET", "/v1/worker"): _call("Which worker this is.", "unauthorized", media_types=_JSON),
     ("GET", "/v1/stats"): _call("Pools, requests, launches, phases.", "unauthorized", "forbidden", media_types=_JSON),
     ("GET", "/v1/integrity"): _call("Check that nothing is lost or lent twice.", *_AUTH, media_types=_JSON),
+    ("GET", "/ui"): _call("A page that shows /v1/stats.", media_types=("text/html",)),
     ("GET", "/livez"): _call("The process answers.", media_types=_JSON),
     ("GET", "/readyz"): _call(
         "Steps are accepted; 503 with a reason if not.", "not_ready", "draining", media_types=_JSON

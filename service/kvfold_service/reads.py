@@ -56,6 +56,27 @@ def verify(worker: Worker, handles: list[str], tenant: str) -> dict[str, Any]:
     return {"version": wire.PROTOCOL_VERSION, "pages": pages}
 
 
+def locate(worker: Worker, handles: list[str], tenant: str) -> dict[str, Any]:
+    """Addresses of pages, and how they are laid out, for a peer that reads them from our memory.
+
+    Raises unknown_handle, stale_handle.
+    """
+    found = _find(worker, handles, tenant)
+    pages, layouts = [], {}
+    for handle, page in zip(handles, found, strict=True):
+        group = page.cache.group
+        group.pool.unread[page.page] = False
+        address = group.pages.data_ptr() + page.page * group.layout.page_bytes
+        pages.append({**_head(handle, page), "address": address})
+        layouts[page.cache.name] = {
+            "page_entries": group.layout.entries,
+            "page_bytes": group.layout.page_bytes,
+            "memory": "VRAM" if group.pages.is_cuda else "DRAM",
+            "device": max(0, group.pages.get_device()),
+        }
+    return {"version": wire.PROTOCOL_VERSION, "pages": pages, "layouts": layouts}
+
+
 def _head(handle: str, page: _Page) -> dict[str, Any]:
     head = {"handle": handle, "compressor": page.cache.name, "num_entries": page.end}
     return head | ({"first_entry": page.first} if page.first else {})

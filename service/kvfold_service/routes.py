@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -12,32 +9,13 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from kvfold_client import wire
-from kvfold_service import calls
-from kvfold_service.auth import Caller
+from kvfold_service import calls, once, ui
 from kvfold_service.errors import ServiceError
-from kvfold_service.ingest import Body, decode, reply_type_of
-from kvfold_service.logs import fields
-from kvfold_service.memory import Encoded
+from kvfold_service.ingest import reply_type_of
+from kvfold_service.once import STEP
 from kvfold_service.openapi import CALLS
 from kvfold_service.sending import Held, Streamed, export_bytes
 from kvfold_service.service import Service
-from kvfold_service.step import Step, parse_step
-
-log = logging.getLogger("kvfold")
-
-
-def reply(
-    service: Service,
-    request: Request,
-    message: dict[str, Any],
-    status: int = 200,
-    headers: dict[str, str] | None = None,
-) -> Response:
-    media_type = reply_type_of(request)
-    data = wire.encode(media_type, message)
-    service.metrics.bytes_out.inc(len(data))
-    return Response(data, status, headers, media_type)
 
 
 def _streamed(service: Service, request: Request, message: dict[str, Any], held: Held) -> Response:
@@ -73,12 +51,9 @@ def metrics_routes(service: Service) -> APIRouter:
 def _step_routes(service: Service, router: APIRouter) -> None:
     call, worker, engine = _binder(router), service.worker, service.engine
 
-    @call("POST", "/v1/step")
+    @call(*STEP)
     async def step(request: Request) -> Response:
-        began = time.perf_counter_ns()
-        caller = service.admitted(request, "step")
-        body = await service.receive(request, caller)
-        return await _step(service, request, caller, body, began)
+        return await once.step(service, request)
 
     @call("POST", "/v1/import")
     async def import_(request: Request) -> Response:
@@ -86,7 +61,7 @@ def _step_routes(service: Service, router: APIRouter) -> None:
         async with service.message(request, caller) as body:
             given = calls.parse_import(body, worker.rules, worker.entry_bytes)
             made = await engine.call_for(caller.tenant, worker.import_, given, caller.tenant)
-        return reply(service, request, made)
+        return service.reply(request, made)
 
 
 def _page_routes(service: Service, router: APIRouter) -> None:
@@ -110,7 +85,7 @@ def _page_routes(service: Service, router: APIRouter) -> None:
         async with service.message(request, caller) as body:
             handles = calls.parse_handles(body)
             digests = await engine.call_for(caller.tenant, worker.verify, handles, caller.tenant)
-        return reply(service, request, digests)
+        return service.reply(request, digests)
 
     @call("POST", "/v1/requests/{id}/export")
     async def export(request: Request, id: str) -> Response:
@@ -130,7 +105,7 @@ def _request_routes(service: Service, router: APIRouter) -> None:
     @call("GET", "/v1/requests/{id}")
     async def get_request(request: Request, id: str) -> Response:
         caller = service.caller(request, "step", "pull")
-        return reply(service, request, await engine.call_for(caller.tenant, worker.request, id, caller.tenant))
+        return service.reply(request, await engine.call_for(caller.tenant, worker.request, id, caller.tenant))
 
     @call("DELETE", "/v1/requests/{id}")
     async def release(request: Request, id: str) -> Response:
@@ -144,7 +119,7 @@ def _request_routes(service: Service, router: APIRouter) -> None:
         async with service.message(request, caller) as body:
             length = calls.parse_truncate(body)
             left = await engine.call_for(caller.tenant, worker.truncate, id, length, caller.tenant)
-        return reply(service, request, left)
+        return service.reply(request, left)
 
     @call("POST", "/v1/requests/{id}/lease")
     async def lease(request: Request, id: str) -> Response:
@@ -152,7 +127,7 @@ def _request_routes(service: Service, router: APIRouter) -> None:
         async with service.message(request, caller) as body:
             seconds = calls.parse_lease(body)
             renewed = await engine.call_for(caller.tenant, worker.lease, id, seconds, caller.tenant)
-        return reply(service, request, renewed)
+        return service.reply(request, renewed)
 
 
 def _json_routes(service: Service, router: APIRouter) -> None:
@@ -166,7 +141,7 @@ def _json_routes(service: Service, router: APIRouter) -> None:
     @call("GET", "/v1/stats")
     async def stats(request: Request) -> Response:
         service.known_caller(request, "admin")
-        return JSONResponse(await engine.call(worker.stats) | service.metrics.phases())
+        return JSONResponse(await engine.call(service.metrics.worker_stats) | service.metrics.stats())
 
     @call("GET", "/v1/integrity")
     async def integrity(request: Request) -> Response:
@@ -180,6 +155,10 @@ def _json_routes(service: Service, router: APIRouter) -> None:
         held = {"bodies": service.admission.places, "staging_bytes": service.staging.num_lent}
         return JSONResponse({"status": "ok", **held, "replies": service.sending.num_replies})
 
+    @call("GET", "/ui")
+    async def show() -> Response:
+        return ui.page()
+
     @call("GET", "/livez")
     async def livez() -> Response:
         return JSONResponse({"status": "ok"})
@@ -189,56 +168,3 @@ def _json_routes(service: Service, router: APIRouter) -> None:
         if service.unready:
             return JSONResponse({"status": "not_ready", "reason": service.unready}, 503)
         return JSONResponse({"status": "ok"})
-
-
-async def _step(service: Service, request: Request, caller: Caller, body: Body, began: int) -> Response:
-    """Decode, validate, run once, remember. The body's place is left when the engine is done with it."""
-    handed_on = False
-    try:
-        received = time.perf_counter_ns()
-        step = parse_step(await decode(body), service.worker.rules)
-        answer = service.memory.begin(caller.tenant, step.step_id, body.fingerprint)
-        if answer is None:
-            recv_us = (received - began) // 1000
-            answer = asyncio.create_task(_run(service, step, caller.tenant, body, recv_us, reply_type_of(request)))
-            handed_on = True
-            service.running.add(answer)
-            answer.add_done_callback(service.ran)
-        return _remembered(service, request, await asyncio.shield(answer))
-    finally:
-        if not handed_on:
-            body.place.leave()
-
-
-async def _run(service: Service, step: Step, tenant: str, body: Body, recv_us: int, media_type: str) -> Encoded:
-    """A step to its end, whoever still waits for it; its reply is remembered, a refusal forgotten."""
-    told = fields(step_id=step.step_id, requests=[request.id for request in step.requests])
-    try:
-        message, waited_us = await service.engine.step(step, tenant)
-        message["timings_us"] |= {"recv": recv_us, "queue": waited_us}
-        encoded = Encoded(media_type, wire.encode(media_type, message))
-    except Exception as error:
-        refusal = error if isinstance(error, ServiceError) else _failed(error)
-        service.memory.forget(tenant, step.step_id, refusal)
-        service.failed(refusal)
-        log.log(logging.ERROR if refusal.status == 500 else logging.DEBUG, "a step: %s", refusal, extra=told)
-        raise refusal from None
-    finally:
-        body.place.leave()
-    service.memory.finish(tenant, step.step_id, encoded)
-    service.metrics.observe_step(message)
-    log.debug("a step ran", extra=told)
-    return encoded
-
-
-def _failed(error: Exception) -> ServiceError:
-    log.error("a step failed", exc_info=error)
-    return ServiceError("step_failed", "the worker failed; nothing of the step was kept, send it again")
-
-
-def _remembered(service: Service, request: Request, answer: Encoded) -> Response:
-    media_type = reply_type_of(request)
-    if media_type == answer.media_type:
-        service.metrics.bytes_out.inc(len(answer.data))
-        return Response(answer.data, media_type=media_type)
-    return reply(service, request, wire.decode(answer.media_type, answer.data))

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -23,6 +25,8 @@ from kvfold_service.manifest import CompressorPart, Manifest
 Weights = dict[str, tuple[torch.Tensor, torch.Tensor]]
 """Compressor name → (ape fp32 `[ratio, halves·head_dim]`, norm weight fp32 `[head_dim]`)."""
 
+log = logging.getLogger("kvfold")
+_SECONDS_BETWEEN_LINES = 2.0
 _LAYER = re.compile(r"layers\.(\d+)\.(?:hca|csa|indexer)")
 
 
@@ -41,7 +45,14 @@ def load(source: str, manifest: Manifest) -> Weights:
         _index_file(path, files)
     else:
         raise StartError(f"there is no weights file or folder {source!r}; random:SEED makes seeded weights")
-    return {part.name: _read(part, manifest, files) for part in manifest.compressors}
+    weights: Weights = {}
+    due = time.monotonic() + _SECONDS_BETWEEN_LINES
+    for part in manifest.compressors:
+        weights[part.name] = _read(part, manifest, files)
+        if time.monotonic() >= due:
+            log.info("weights of %d of %d compressors read", len(weights), len(manifest.compressors))
+            due = time.monotonic() + _SECONDS_BETWEEN_LINES
+    return weights
 
 
 def seeded(manifest: Manifest, seed: int) -> Weights:

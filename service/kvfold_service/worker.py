@@ -1,7 +1,8 @@
 """The worker's state, and its calls. Every method here runs on the engine thread, one at a time.
 
 What a call does in full stands in a module of its own: `execute` (steps), `reads` (pages), `rollback` (truncate),
-`transfer` (export and import). Here is what they share: requests, their slots and leases, and what is said of them.
+`transfer` (export), `arrivals` (import). Here is what they share: requests, their slots and leases, what is said of
+them.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from typing import Any
 
 from kvfold_client import wire
 from kvfold_kernels.backends import Backend
-from kvfold_service import execute, reads, rollback, transfer
+from kvfold_service import arrivals, execute, reads, rollback, transfer
 from kvfold_service.blocks import HandleCodec, PageName
 from kvfold_service.caches import Caches, CompressorCache
 from kvfold_service.compat import compat_hash
+from kvfold_service.device import runner_for
 from kvfold_service.errors import ServiceError
 from kvfold_service.manifest import Manifest
 from kvfold_service.quotas import Quotas
-from kvfold_service.runner import runner_for
 from kvfold_service.step import Step, StepRules
 from kvfold_service.weights import Weights
 
@@ -59,6 +60,7 @@ class Worker:
         pages: int = 1024,
         max_step_tokens: int = 65536,
         max_step_bytes: int = 1 << 30,
+        graphs: bool = True,
         lease_seconds: float = 30.0,
         handle_key: bytes | None = None,
         worker_id: str = "worker",
@@ -69,8 +71,12 @@ class Worker:
         self.epoch = os.urandom(8)
         self.caches = Caches.allocate(manifest, weights, max_requests, pages, backend.device)
         self.handles = HandleCodec(handle_key or os.urandom(32), worker_id, self.epoch)
-        self.runner = runner_for(backend, self.caches, max_step_bytes, max_step_tokens)
+        self.runner = runner_for(backend, self.caches, max_step_bytes, max_step_tokens, graphs)
         self.requests: dict[RequestKey, Request] = {}
+        self.incoming: dict[RequestKey, arrivals.Incoming] = {}
+        """Requests on their way in, which nobody can name yet."""
+        self.aside: list[arrivals.Incoming] = []
+        """Abandoned ones to whose pages something may still write."""
         self.queued: Counter[RequestKey] = Counter()
         """Requests named by steps that wait or run; the event loop counts, `reap` looks."""
         self.free_slots = list(range(max_requests - 1, -1, -1))
@@ -113,6 +119,10 @@ class Worker:
         """Digests of the pages' entries; all or nothing."""
         return reads.verify(self, handles, tenant)
 
+    def locate(self, handles: list[str], tenant: str = "") -> Message:
+        """Where pages lie in this worker's memory; all or nothing."""
+        return reads.locate(self, handles, tenant)
+
     def truncate(self, request_id: str, length: int, tenant: str = "") -> Message:
         """Withdraw draft tokens from `length` on."""
         rollback.truncate(self, request_id, length, tenant)
@@ -122,9 +132,13 @@ class Worker:
         """Entries and open rows of a request."""
         return transfer.export(self, request_id, wanted, tenant)
 
-    def import_(self, given: transfer.ImportCall, tenant: str = "") -> Message:
+    def entries(self, request_id: str, wanted: transfer.EntriesCall, tenant: str = "") -> Message:
+        """Some entries of one compressor."""
+        return transfer.entries(self, request_id, wanted, tenant)
+
+    def import_(self, given: arrivals.ImportCall, tenant: str = "") -> Message:
         """Go on with an exported request."""
-        transfer.import_(self, given, tenant)
+        arrivals.import_(self, given, tenant)
         return self.request(given.request_id, tenant)
 
     def request(self, request_id: str, tenant: str = "") -> Message:
@@ -229,10 +243,12 @@ class Worker:
 
     def check_integrity(self) -> None:
         """Slots, rings, pools and page tables agree; raises AssertionError."""
-        used = [request.slot for request in self.requests.values()]
+        held = [(key[0], request.slot) for key, request in self.requests.items()]
+        held += [(i.key[0], i.request.slot) for i in [*self.incoming.values(), *self.aside]]
+        used = [slot for _, slot in held]
         assert sorted([*used, *self.free_slots]) == list(range(self.caches.num_rings)), "a slot is lost or used twice"
         owned = {(tenant, slot) for tenant, slots in self.slots_of.items() for slot in slots}
-        assert owned == {(key[0], request.slot) for key, request in self.requests.items()}, "a slot is not its tenant's"
+        assert owned == set(held), "a slot is not its tenant's"
         self.caches.check_integrity(set(used))
 
     def stats(self) -> Message:

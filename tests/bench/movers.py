@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -56,18 +56,24 @@ def request() -> Exported:
     )
 
 
+class Pair(NamedTuple):
+    giver: Client
+    taker: Client
+    giver_pid: int
+
+
 @contextmanager
 def pair(
     folder: Path,
     taker_page_entries: int,
     backend: str = "cpu",
     environments: tuple[dict[str, str], dict[str, str]] = ({}, {}),
-) -> Iterator[tuple[Client, Client]]:
+) -> Iterator[Pair]:
     """Giver and taker, which both have NIXL, each in an environment; the taker's pages may be of another size."""
     peers = folder / f"peers{taker_page_entries}"
     peers.write_text("")
     with ExitStack() as stack:
-        urls = []
+        started = []
         for page_entries, environment in zip((PAGE_ENTRIES, taker_page_entries), environments, strict=True):
             manifest = folder / f"{page_entries}.json"
             manifest.write_text(MANIFEST % page_entries)
@@ -82,17 +88,21 @@ def pair(
             flags += ["--lease-seconds=86400"]
             flags += [f"--max-body-bytes={128 * MIB}", f"--peers-file={peers}", "--nixl"]
             with mock.patch.dict(os.environ, environment):
-                urls.append(stack.enter_context(process("-m", "kvfold_service", *flags))[0])
-        peers.write_text(f"giver {urls[0]}\n")
-        giver, taker = (stack.enter_context(Client(url, timeout=120)) for url in urls)
-        given = request()
-        giver.import_("r", Exported(giver.worker().compat, given.compressors))
-        yield giver, taker
+                started.append(stack.enter_context(process("-m", "kvfold_service", *flags)))
+        peers.write_text(f"giver {started[0][0]}\n")
+        giver, taker = (stack.enter_context(Client(url, timeout=120)) for url, _ in started)
+        give(giver)
+        yield Pair(giver, taker, started[0][1])
 
 
-def pull(clients: tuple[Client, Client], mover: str) -> dict[str, float]:
+def give(giver: Client) -> None:
+    """Make the request known there, instead of what was there under its id."""
+    giver.release("r")
+    giver.import_("r", Exported(giver.worker().compat, request().compressors))
+
+
+def pull(taker: Client, mover: str) -> dict[str, float]:
     """Seconds of one pull."""
-    _, taker = clients
     began = time.perf_counter()
     moved = taker.pull("r", "giver", mover)
     whole = time.perf_counter() - began
@@ -197,8 +207,8 @@ def run(rounds: int) -> dict[str, dict[str, float]]:
     """GB/s (10⁹ bytes) by case: medians, and the slowest and fastest round."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        same = stack.enter_context(pair(folder, PAGE_ENTRIES))
-        other = stack.enter_context(pair(folder, 48))
+        same = stack.enter_context(pair(folder, PAGE_ENTRIES)).taker
+        other = stack.enter_context(pair(folder, 48)).taker
         copy, read = stack.enter_context(socket_copy()), stack.enter_context(raw_nixl())
         cases: dict[str, Callable[[], dict[str, float]]] = {
             "socket copy": copy,

@@ -10,6 +10,17 @@ from pathlib import Path
 
 # The shortest prompt whose prefill closes an hca window and gives the indexer more csa entries than it may keep.
 MIN_PROMPT = 160
+EXAMPLES = """
+examples
+  kvfold demo
+      starts a worker, generates 140 tokens through it and without it, and compares tokens and logits
+  kvfold demo --prompt 1000 --chunk 128 --tokens 500
+      a longer prompt, in chunks
+  kvfold demo --files demo
+  kvfold serve --manifest demo/manifest.json --weights demo/weights.safetensors
+  kvfold demo --url http://127.0.0.1:8787
+      against a worker of your own, wherever it runs
+"""
 
 
 def run(argv: Sequence[str] | None = None) -> int:
@@ -36,7 +47,12 @@ def _stopped(reason: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="kvfold demo", description=(run.__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="kvfold demo",
+        description=(run.__doc__ or "").partition("\n")[0],
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add = parser.add_argument
     add("--tokens", type=_at_least(1), default=140, metavar="N", help="tokens to generate (default 140)")
     add("--prompt", type=_at_least(MIN_PROMPT), default=300, metavar="N", help="tokens of prompt (default 300)")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
+from kvfold_client.loadtest.report import table
+from kvfold_client.loadtest.summary import PHASES
 from kvfold_service.demo.folding import Tally
 from kvfold_service.demo.trace import Comparison
-
-PHASES = ("recv", "queue", "plan", "copy", "kernel", "reply")  # of a step, in the order in which they happen
 
 
 class Progress:
@@ -19,17 +19,6 @@ class Progress:
 
     def __call__(self, text: str) -> None:
         print(f"[{time.monotonic() - self.start:5.1f} s] {text}", flush=True)
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Columns as wide as their widest cell; the first one to the left, numbers to the right."""
-    cells = [list(head), *([str(cell) for cell in row] for row in rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
-        for row in cells
-    ]
-    return "\n".join(["  " + lines[0], "  " + "-" * len(lines[0]), *("  " + line for line in lines[1:])])
 
 
 def compressor_table(tallies: Mapping[str, Tally]) -> str:

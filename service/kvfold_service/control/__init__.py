@@ -1,0 +1,1 @@
+"""How a worker knows its fleet: `peers` (a file) and `ray` (actors that run workers)."""

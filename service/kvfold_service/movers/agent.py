@@ -1,0 +1,96 @@
+"""Our NIXL agent: one for a worker, which registers its page pools, meets other agents and reads from them.
+
+Calls may come from any thread and may block; NIXL lets go of the interpreter meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from kvfold_service.caches import Caches
+from kvfold_service.errors import StartError
+from kvfold_service.movers.descriptors import U64
+
+
+class AgentError(Exception):
+    """NIXL refused or failed; str() is its reason."""
+
+
+class Agent:
+    """`name` is unique to this worker's life. Raises StartError."""
+
+    def __init__(self, name: str, caches: Caches) -> None:
+        try:
+            import nixl
+        except ImportError as error:
+            raise StartError(f"--nixl needs NIXL: pip install 'kvfold[nixl]' ({error})") from None
+        quiet()
+        named = vars(importlib.import_module("nixl._bindings")).values()
+        self._errors = tuple(error for error in named if isinstance(error, type) and issubclass(error, Exception))
+        self.name = name
+        pages = [group.pages for group in caches.groups]
+        self.memory = "VRAM" if pages[0].is_cuda else "DRAM"
+        self.device = pages[0].get_device() if pages[0].is_cuda else 0
+        try:
+            # Pulls run on threads of their own: STRICT locks the agent for each call.
+            config = nixl.nixl_agent_config(backends=["UCX"], sync_mode=nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT)
+            self._agent = nixl.nixl_agent(name, config)
+            regions = [(pool.data_ptr(), pool.numel(), self.device, "") for pool in pages]
+            self._agent.register_memory(regions, self.memory)
+        except (*self._errors, RuntimeError) as error:  # RuntimeError: no UCX here
+            raise StartError(f"--nixl: the page pools cannot be registered ({error})") from None
+
+    @property
+    def metadata(self) -> bytes:
+        """How to connect, and the keys of the registered memory: a secret among peers."""
+        return self._agent.get_agent_metadata()
+
+    def meet(self, metadata: bytes, before: str | None) -> str:
+        """The name of another agent, which can be read from now on; `before` was the name of its earlier life."""
+        with self._translated():
+            if before is not None:
+                with contextlib.suppress(*self._errors):  # its connection may be gone already
+                    self._agent.remove_remote_agent(before)
+            name = self._agent.add_remote_agent(metadata)
+            return name.decode() if isinstance(name, bytes) else name
+
+    def prepare(self, remote_agent: str, local: U64, remote: U64, memory: str) -> Any:
+        """A read of `remote` into `local`, rows of (address, bytes, device)."""
+        with self._translated():
+            ours = self._agent.get_xfer_descs(local, self.memory)
+            theirs = self._agent.get_xfer_descs(remote, memory)
+            return self._agent.initialize_xfer("READ", ours, theirs, remote_agent)
+
+    def post(self, handle: Any) -> str:
+        """DONE, PROC or ERR."""
+        with self._translated():
+            return self._agent.transfer(handle)
+
+    def state(self, handle: Any) -> str:
+        """DONE, PROC or ERR."""
+        with self._translated():
+            return self._agent.check_xfer_state(handle)
+
+    def release(self, handle: Any) -> None:
+        """Of a transfer that has ended."""
+        with self._translated():
+            self._agent.release_xfer_handle(handle)
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except self._errors as error:
+            raise AgentError(str(error)) from None
+
+
+def quiet() -> None:
+    """NIXL writes its log to stdout, which is the ready line's."""
+    log = logging.getLogger("nixl")
+    log.handlers.clear()
+    log.propagate = True
+    log.setLevel(logging.WARNING)
