@@ -428,7 +428,7 @@ def test_both_clients_have_every_call():
         for name, value in vars(calls).items()
         if inspect.isfunction(value) and value.__module__ == calls.__name__ and not name.startswith("_")
     ]
-    assert len(names) == 11
+    assert len(names) == 14
     for name in names:
         sync, awaited = getattr(client.Client, name), getattr(client.AsyncClient, name)
         assert sync.__doc__ == awaited.__doc__

@@ -79,6 +79,19 @@ def test_frame_layout_is_the_contracts(message):
         assert body[written["offset"] : end] == given_["data"]
 
 
+@ENCODINGS
+@given(
+    message=st.dictionaries(st.text(max_size=5).map("x".__add__), scalars | st.lists(scalars, max_size=4), max_size=4)
+)
+def test_a_plain_message_is_encoded_the_same(encoding, message):
+    assert wire.encode_plain(encoding, message) == wire.encode(encoding, message)
+
+
+def test_a_plain_header_is_bounded_too():
+    with pytest.raises(WireError, match="header"):
+        wire.encode_plain(FRAME, {"x": "y" * wire.MAX_HEADER_BYTES})
+
+
 def test_frame_offsets_settle_around_every_header_length():
     for length in range(400):
         message = {"pad": "x" * length, "tensors": [wire.tensor_map("uint8", [3], b"abc") for _ in range(3)]}

@@ -11,7 +11,7 @@ import numpy as np
 
 from . import replies
 from .arrays import to_wire
-from .replies import Exported, Page, PageDigest, RequestState, StepReply
+from .replies import Entries, Exported, Page, PageDigest, Pulled, RequestState, StepReply, WorkerState
 from .wire import PROTOCOL_VERSION
 
 T = TypeVar("T")
@@ -125,6 +125,27 @@ def import_(id: str, exported: Exported) -> Call[RequestState]:
     }
     message = {"version": PROTOCOL_VERSION, "id": id, "compat": exported.compat, "compressors": compressors}
     return Call("POST", "/v1/import", replies.request_state, message, idempotent=False)
+
+
+def entries(id: str, compressor: str, from_entry: int, to_entry: int) -> Call[Entries]:
+    """Entries [from_entry, to_entry) of one compressor, as far as the worker has them."""
+    message = {"version": PROTOCOL_VERSION, "compressor": compressor, "from_entry": from_entry, "to_entry": to_entry}
+    return Call("POST", _path(id, "/entries"), replies.entries, message)
+
+
+def pull(id: str, source: str, mover: Literal["auto", "http", "nixl"] = "auto") -> Call[Pulled]:
+    """The worker takes the request over from another, the peer `source`, which keeps its copy; its drafts become final.
+
+    Raises UnknownPeer, UnknownRequest (the peer has none), RequestExists, CompatMismatch, PeerFailed; then nothing is
+    kept.
+    """
+    message = {"version": PROTOCOL_VERSION, "id": id, "from": source, "mover": mover}
+    return Call("POST", "/v1/pull", replies.pulled, message, idempotent=False)
+
+
+def worker() -> Call[WorkerState]:
+    """Which worker this is, and whether it takes steps."""
+    return Call("GET", "/v1/worker", replies.worker_state, json=True)
 
 
 def manifest() -> Call[dict[str, Any]]:

@@ -90,7 +90,10 @@ class Client(_Base):
     truncate = _now(calls.truncate)
     lease = _now(calls.lease)
     export = _now(calls.export)
+    entries = _now(calls.entries)
     import_ = _now(calls.import_)
+    pull = _now(calls.pull)
+    worker = _now(calls.worker)
     manifest = _now(calls.manifest)
     stats = _now(calls.stats)
 
@@ -156,7 +159,10 @@ class AsyncClient(_Base):
     truncate = _awaited(calls.truncate)
     lease = _awaited(calls.lease)
     export = _awaited(calls.export)
+    entries = _awaited(calls.entries)
     import_ = _awaited(calls.import_)
+    pull = _awaited(calls.pull)
+    worker = _awaited(calls.worker)
     manifest = _awaited(calls.manifest)
     stats = _awaited(calls.stats)
 

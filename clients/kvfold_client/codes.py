@@ -17,6 +17,7 @@ STATUS: Mapping[str, int] = MappingProxyType(
         "forbidden": 403,
         "unknown_request": 404,
         "unknown_handle": 404,
+        "unknown_peer": 404,
         "request_exists": 409,
         "position_conflict": 409,
         "position_gap": 409,
@@ -31,6 +32,7 @@ STATUS: Mapping[str, int] = MappingProxyType(
         "queue_full": 429,
         "quota_exceeded": 429,
         "step_failed": 500,
+        "peer_failed": 502,
         "not_ready": 503,
         "draining": 503,
     }

@@ -137,9 +137,11 @@ def _refusal(response: httpx.Response) -> KvfoldError:
     try:
         fields = _message(response)
         code = fields["code"]
-        return error_for(code)(
+        error = error_for(code)(
             code, fields["message"], fields["retryable"] is True, fields.get("details") or {}, response.status_code
         )
+        error.retry_after_s = _retry_after_s(response)
+        return error
     except (ReplyError, KeyError, TypeError, AttributeError):
         if response.status_code in _GATEWAY:
             return TransportError(f"something before the worker answered {response.status_code}")
@@ -156,8 +158,12 @@ def _wait_s(attempt: int, outcome: Outcome) -> float | None:
     """min(0.05·2ⁿ, 5) s and never less than Retry-After, plus up to the half of it; None: too long to wait here."""
     wait = min(FIRST_WAIT_S * 2**attempt, LONGEST_WAIT_S)
     if isinstance(outcome, httpx.Response):
-        with suppress(ValueError):  # a date: no worker sends one
-            wait = max(wait, float(outcome.headers.get("retry-after", 0)))
+        wait = max(wait, _retry_after_s(outcome) or 0.0)
     if not wait <= LONGEST_RETRY_AFTER_S:
         return None
     return wait * random.uniform(1.0, 1.5)
+
+
+def _retry_after_s(response: httpx.Response) -> float | None:
+    with suppress(ValueError):  # a date: no worker sends one
+        return float(response.headers["retry-after"]) if "retry-after" in response.headers else None

@@ -52,14 +52,24 @@ def write_frame(message: Mapping[str, Any]) -> list[bytes | memoryview]:
         layout = _Layout(start)
         header = pack(lifted(message, layout.place))
         start = _aligned(_PREFIX.size + len(header))
-    if len(header) > MAX_HEADER_BYTES:
-        raise WireError("malformed", f"the frame's header would exceed {MAX_HEADER_BYTES} bytes")
-    parts: list[bytes | memoryview] = [_PREFIX.pack(FRAME_MAGIC, PROTOCOL_VERSION, 0, len(header)), header]
+    parts: list[bytes | memoryview] = [_prefix(header), header]
     end = _PREFIX.size + len(header)
     for offset, data in layout.buffers:
         parts += [bytes(offset - end), data]
         end = offset + len(data)
     return parts
+
+
+def write_plain_frame(message: Mapping[str, Any]) -> bytes:
+    """A message without tensors → frame, without a look at every node of it."""
+    header = pack(message)
+    return _prefix(header) + header
+
+
+def _prefix(header: bytes) -> bytes:
+    if len(header) > MAX_HEADER_BYTES:
+        raise WireError("malformed", f"the frame's header would exceed {MAX_HEADER_BYTES} bytes")
+    return _PREFIX.pack(FRAME_MAGIC, PROTOCOL_VERSION, 0, len(header))
 
 
 def read_frame(view: memoryview) -> dict[str, Any]:

@@ -84,6 +84,38 @@ class Exported:
     compressors: dict[str, ExportedCompressor]
 
 
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """Some entries of one compressor."""
+
+    first_entry: int
+    entries: np.ndarray
+    """uint8 [n, entry_bytes]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """What a worker took over from a peer, and verified."""
+
+    state: RequestState
+    mover: str
+    num_entries: int
+    entry_bytes: int
+    num_open_rows: int
+    open_row_bytes: int
+    timings_us: dict[str, float]
+    """ask: questions, slot and pages; move: the entries; verify: digests, until the request was known."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    epoch: str
+    compat: str
+    status: str
+    """ok, or why no step is taken."""
+    movers: tuple[str, ...]
+
+
 def step_reply(message: Mapping[str, Any]) -> StepReply:
     return StepReply(
         step_id=message["step_id"],
@@ -134,6 +166,27 @@ def page_digests(message: Mapping[str, Any]) -> tuple[PageDigest, ...]:
 
 def expires_in(message: Mapping[str, Any]) -> float:
     return float(message["expires_in"])
+
+
+def entries(message: Mapping[str, Any]) -> Entries:
+    return Entries(message["first_entry"], from_wire(tensor_of(message["entries"], "the entries")))
+
+
+def pulled(message: Mapping[str, Any]) -> Pulled:
+    moved = message["moved"]
+    return Pulled(
+        state=request_state(message),
+        mover=moved["mover"],
+        num_entries=moved["num_entries"],
+        entry_bytes=moved["entry_bytes"],
+        num_open_rows=moved["num_open_rows"],
+        open_row_bytes=moved["open_row_bytes"],
+        timings_us=dict(moved["timings_us"]),
+    )
+
+
+def worker_state(message: Mapping[str, Any]) -> WorkerState:
+    return WorkerState(message["epoch"], message["compat"], message["status"], tuple(message["movers"]))
 
 
 def exported(message: Mapping[str, Any]) -> Exported:

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import os
+import signal
 import statistics
-import subprocess
-import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ import torch
 from kvfold_client import Client
 from kvfold_client.errors import PeerFailed
 from tests.bench.measure import save
-from tests.bench.movers import ENTRY_BYTES, NUM_BYTES, NUM_ENTRIES, PAGE_ENTRIES, pair, pull
+from tests.bench.movers import NUM_BYTES, NUM_ENTRIES, PAGE_ENTRIES, give, pair, pull
 
 VISIBLE = {
     "own": ({"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}),
@@ -37,23 +36,22 @@ VISIBLE = {
 
 def check_bytes(giver: Client, taker: Client, mover: str) -> None:
     """Entries, open rows and what follows are the giver's."""
-    moved = taker.pull("r", "giver", mover)
-    assert moved.mover == mover
+    assert taker.pull("r", "giver", mover).mover == mover
     theirs, ours = (client.export("r").compressors["csa"] for client in (giver, taker))
     np.testing.assert_array_equal(ours.entries, theirs.entries, strict=True)
     np.testing.assert_array_equal(ours.open_rows, theirs.open_rows, strict=True)
     rows = np.random.default_rng(2).standard_normal((64, 2048), np.float32)
-    start = theirs.committed
     for client in (giver, taker):
-        client.step([("r", start, 64)], {"csa": rows})
+        client.step([("r", theirs.committed, 64)], {"csa": rows})
     theirs, ours = (client.entries("r", "csa", NUM_ENTRIES, NUM_ENTRIES + 16).entries for client in (giver, taker))
     np.testing.assert_array_equal(ours, theirs, strict=True)
     taker.release("r")
+    give(giver)
 
 
-def rates(rounds: int, case: Callable[[], float], num_bytes: int) -> dict[str, float]:
-    """GB/s (10⁹ bytes): median, least and most; the first round connects and touches memory."""
-    values = [num_bytes / 1e9 / case() for _ in range(rounds + 1)][1:]
+def spread(seconds: list[float]) -> dict[str, float]:
+    """GB/s (10⁹ bytes): median, least and most, without the first, which connects and touches memory."""
+    values = [NUM_BYTES / 1e9 / taken for taken in seconds[1:]]
     return {"gbs": round(statistics.median(values), 2), "least": round(min(values), 2), "most": round(max(values), 2)}
 
 
@@ -61,85 +59,55 @@ def peer_copy(rounds: int) -> dict[str, float]:
     """torch's copy from one GPU to the other, in one process."""
     source = torch.randint(0, 256, (NUM_BYTES,), dtype=torch.uint8, device="cuda:0")
     target = torch.empty_like(source, device="cuda:1")
-
-    def copy() -> float:
+    seconds = []
+    for _ in range(rounds + 1):
         torch.cuda.synchronize(1)
         began = time.perf_counter()
         target.copy_(source)
         torch.cuda.synchronize(0)
         torch.cuda.synchronize(1)
-        return time.perf_counter() - began
-
-    return rates(rounds, copy, NUM_BYTES)
+        seconds.append(time.perf_counter() - began)
+    return spread(seconds)
 
 
 def check_pulls(visible: str, rounds: int) -> dict[str, Any]:
     """Of equal and of other pages, by both movers; `move` is the entries alone, `whole` the pull."""
     results: dict[str, Any] = {}
     for taker_page_entries in (PAGE_ENTRIES, 48):
-        with ExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            clients = stack.enter_context(pair(folder, taker_page_entries, "auto", VISIBLE[visible]))
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            pair(Path(folder), taker_page_entries, "auto", VISIBLE[visible]) as workers,
+        ):
             for mover in ("nixl", "http"):
-                taken = [pull(clients, mover) for _ in range(rounds + 1)][1:]
                 label = f"pull by {mover}" + ", other pages" * (taker_page_entries != PAGE_ENTRIES)
-                for phase in ("move", "whole"):
-                    times = iter([0.0, *(times[phase] for times in taken)])
-                    results[f"{label}: {phase}"] = rates(rounds, lambda times=times: next(times) or 1.0, NUM_BYTES)
-                check_bytes(*clients, mover)
-                print(f"{label}: bytes agree", {k: v for k, v in results.items() if k.startswith(label)}, flush=True)
-                if mover == "nixl":
-                    clients[0].release("r")
-                    _give_again(clients[0])
+                taken = [pull(workers.taker, mover) for _ in range(rounds + 1)]
+                results[label] = {phase: spread([times[phase] for times in taken]) for phase in taken[0]}
+                check_bytes(workers.giver, workers.taker, mover)
+                print(f"{label}: bytes agree; {results[label]}", flush=True)
     return results
-
-
-def _give_again(giver: Client) -> None:
-    from kvfold_client import Exported
-    from tests.bench.movers import request
-
-    giver.import_("r", Exported(giver.worker().compat, request().compressors))
 
 
 def check_death(visible: str) -> float:
     """Seconds until a pull from a giver that is killed meanwhile is a typed error."""
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        giver, taker = stack.enter_context(pair(folder, PAGE_ENTRIES, "auto", VISIBLE[visible]))
-        taker.pull("r", "giver", "nixl")
-        taker.release("r")
-        port = str(giver._http.base_url.port)
-        killer = subprocess.Popen([sys.executable, "-c", _KILL, port], stdout=subprocess.PIPE, text=True)
-        assert killer.stdout is not None
-        killer.stdout.readline()
-        for _ in range(200):
-            began = time.perf_counter()
-            try:
-                taker.pull("r", "giver", "nixl")
-            except PeerFailed as error:
-                took = time.perf_counter() - began
-                print(f"killed: {error} after {took * 1e3:.0f} ms", flush=True)
-                killer.wait()
-                return took
-            taker.release("r")
-    raise AssertionError("the giver outlived 200 pulls")
+    with tempfile.TemporaryDirectory() as folder, pair(Path(folder), PAGE_ENTRIES, "auto", VISIBLE[visible]) as workers:
+        pull(workers.taker, "nixl")
+        killed = 0.0
 
+        def kill() -> None:
+            nonlocal killed
+            killed = time.perf_counter()
+            os.kill(workers.giver_pid, signal.SIGKILL)
 
-_KILL = """
-import os, pathlib, signal, sys, time
-inode = next(l.split()[9] for l in open("/proc/net/tcp").read().splitlines()[1:]
-             if int(l.split()[1].split(":")[1], 16) == int(sys.argv[1]) and l.split()[3] == "0A")
-for process in pathlib.Path("/proc").glob("[0-9]*"):
-    try:
-        if any(os.readlink(fd) == f"socket:[{inode}]" for fd in (process / "fd").iterdir()):
-            break
-    except OSError:
-        continue
-print("found", flush=True)
-time.sleep(0.5)
-os.kill(int(process.name), signal.SIGKILL)
-"""
-"""Kills the process that listens on a port, half a second later."""
+        timer = threading.Timer(0.5, kill)
+        timer.start()
+        try:
+            while time.perf_counter() - (killed or time.perf_counter()) < 5:
+                pull(workers.taker, "nixl")
+        except PeerFailed as error:
+            took = time.perf_counter() - killed
+            print(f"{error}: told after {took * 1e3:.0f} ms", flush=True)
+            return took
+    raise AssertionError("nobody noticed that the giver is dead")
 
 
 def main() -> None:
@@ -153,7 +121,7 @@ def main() -> None:
         "peer_access": torch.cuda.can_device_access_peer(0, 1),
         "nixl": importlib.metadata.version("nixl"),
         "visible": arguments.visible,
-        "bytes": NUM_ENTRIES * ENTRY_BYTES,
+        "bytes": NUM_BYTES,
         "torch copy, GPU to GPU": peer_copy(arguments.rounds),
     }
     print(results, flush=True)
