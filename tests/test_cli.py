@@ -140,7 +140,7 @@ def test_help_teaches_by_examples_that_exist(name):
     lines = [line.strip() for line in examples.splitlines() if re.match(r" *(example: +)?[A-Z_0-9=]*\s?kvfold ", line)]
     lines += re.findall(r":? +(kvfold version)", examples) if name == "version" else []
     assert any(f"kvfold {name}" in line for line in lines), page
-    for part in (part for line in lines for part in re.split(r"[;|>()]", line)):
+    for part in (part for line in lines for part in re.split(r"[;|>()]| -- ", line)):
         words = part.split()
         if "kvfold" in words:
             command = words[words.index("kvfold") + 1]
