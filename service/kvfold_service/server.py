@@ -9,7 +9,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
@@ -27,9 +26,6 @@ from kvfold_service.service import Service
 log = logging.getLogger("kvfold")
 CUT_OFF: Final = 1
 """Exit code when something still ran at the end."""
-_SWITCH_SECONDS: Final = 0.001
-"""After which the event loop lets the engine thread run; with Python's 5 ms a worker that must refuse a lot of calls
-does a third less beside them."""
 _KEEP_SECONDS: Final = 60
 """For a connection between two calls: longer than clients keep theirs, lest a call meet its connection's end."""
 _CLOSE_SECONDS: Final = 3.0
@@ -112,7 +108,6 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        sys.setswitchinterval(_SWITCH_SECONDS)
         gc.collect()
         gc.freeze()  # what is there now stays: no later collection looks at it again, which takes a quarter of a second
         self._service.not_ready = None
