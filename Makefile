@@ -5,7 +5,7 @@ CUTE ?= .venv-cute
 BIN := $(VENV)/bin
 SOURCES := clients service kernels tests
 
-.PHONY: setup kernels demo test test-long check format bench clean
+.PHONY: setup kernels demo test test-long check format bench image-check clean
 
 setup: $(VENV)/.ready
 
@@ -45,8 +45,12 @@ format: setup
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
 
-bench: setup  ## plan, kernels, ingest and step latency on this machine
+bench: setup  ## kernels, plans, ingest and step latency on this machine
+	$(BIN)/kvfold bench --json bench-kernels.json
 	$(BIN)/python -m tests.bench --out bench.json
+
+image-check: setup  ## build the cpu image, run the compose file with it, ask for a step, stop it
+	$(BIN)/python docker/check
 
 clean:
 	rm -rf $(VENV) $(CUTE) kernels/kvfold_kernels/compress/cute/lib build dist .pytest_cache .ruff_cache .hypothesis

@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 from ..client import Client
 from ..errors import CompatMismatch, PeerFailed, TransportError, UnknownPeer, UnknownRequest
 from ..replies import Exported, RequestState
+from .connect import connect
 from .errors import FleetError, NoWorker, WorkerLost
 from .places import Place, Places
 from .plane import ControlPlane, Role, WorkerInfo
@@ -34,7 +35,7 @@ class Fleet:
     ) -> None:
         self._plane = plane
         self._places = Places()
-        self._reach = Reach(plane, lambda url: Client(url, token, encoding=encoding, timeout=timeout, retries=retries))
+        self._reach = Reach(plane, lambda url: connect(url, token, encoding=encoding, timeout=timeout, retries=retries))
         plane.open(token)
 
     def workers(self) -> tuple[WorkerInfo, ...]:

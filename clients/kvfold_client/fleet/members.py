@@ -13,6 +13,7 @@ import httpx
 from ..client import Client
 from ..errors import ApiError, KvfoldError, ReplyError
 from ..peers import Peer
+from .connect import connect
 from .errors import NoWorker
 from .plane import Role, WorkerInfo
 
@@ -140,7 +141,7 @@ class Members(ABC):
     def _client(self, url: str) -> Client:
         with self._lock:
             if url not in self._clients:
-                self._clients[url] = Client(url, self._token, timeout=ANSWER_S, retries=0)
+                self._clients[url] = connect(url, self._token, timeout=ANSWER_S, retries=0)
             return self._clients[url]
 
     def _tell(self, changed: Iterable[WorkerInfo]) -> None:
