@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 CUTE ?= .venv-cute
 BIN := $(VENV)/bin
-SOURCES := clients service kernels tests
+SOURCES := clients service kernels tests docker
 
 .PHONY: setup kernels demo test test-long check format bench image-check clean
 
@@ -49,7 +49,7 @@ bench: setup  ## kernels, plans, ingest and step latency on this machine
 	$(BIN)/kvfold bench --json bench-kernels.json
 	$(BIN)/python -m tests.bench --out bench.json
 
-image-check: setup  ## build the cpu image, run the compose file with it, ask for a step, stop it
+image-check: setup  ## build the images, run compose.yaml with them, compare; Docker, podman, or root on Debian
 	$(BIN)/python docker/check
 
 clean:

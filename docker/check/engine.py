@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT))  # the check shares code with the tests
 PROJECT = "kvfold-image-check"
 """Of compose: nothing else of this machine is touched."""
 PROFILES = ("cpu", "fleet", "observability")
