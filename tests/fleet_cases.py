@@ -17,6 +17,7 @@ import uvloop
 
 from kvfold_client import Client
 from kvfold_client.errors import (
+    PeerFailed,
     PositionConflict,
     PositionGap,
     TransportError,
@@ -231,7 +232,7 @@ class Sequence:
         """If it fails, the request is where it was."""
         try:
             self.fleet.hand_over(self.id, to, release=release)
-        except NoWorker:
+        except (NoWorker, PeerFailed):  # on a machine that is too busy a peer may look dead for a moment
             return
         except LOST:
             self.recover()

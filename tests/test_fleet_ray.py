@@ -26,10 +26,10 @@ TOKEN = "0123456789abcdef" * 2
 # -- a cluster -----------------------------------------------------------------------------------------------------
 
 
-def run(folder: Path, token: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, token: str) -> subprocess.CompletedProcess[str]:
     """The story in a process of its own; whatever it started is gone when this returns."""
     command = [sys.executable, "-m", "tests.ray_fleet", str(folder)]
-    given = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, **environment}
+    given = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_USAGE_STATS_ENABLED": "0"}
     return subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, timeout=240)
 
 

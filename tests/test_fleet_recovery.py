@@ -171,6 +171,22 @@ def test_a_holder_that_dies_as_it_is_asked(town: Town, monkeypatch):
         finish(sequence)
 
 
+def test_a_worker_that_does_not_trust_itself(town: Town):
+    """It lives, and what it holds is lost all the same."""
+    with three(town) as fleet:
+        sequence = at_decode(fleet, release=False)
+        first = fleet.worker_for("r", "decode").name
+        town.workers[first].service.distrust("a test")
+        fleet.look()
+        with pytest.raises(WorkerLost):
+            fleet.hand_over("r", to="decode")
+        found = fleet.recover("r", "decode")
+        assert (found.start, found.source, found.worker) == (45, "p", ({"d", "e"} - {first}).pop())
+        sequence.at = 45
+        finish(sequence)
+        town.workers[first].kill()  # it would not tell whether it is whole
+
+
 def test_nobody_is_left(town: Town):
     with three(town) as fleet:
         at_decode(fleet)
@@ -263,14 +279,22 @@ class Weather:
         for _ in range(num_events):
             self.dice.choice(events)()
         for sequence in self.sequences:
-            sequence.advance(STREAM_TOKENS, 50)
-            sequence.check()
+            self._finish(sequence)
             self.fleet.release(sequence.id)
         for name, worker in self.town.workers.items():
             if worker.lives:
                 worker.check()
                 for sequence in self.sequences:  # copies that nobody placed: their leases would end
                     self.fleet.client(name).release(sequence.id)
+
+    def _finish(self, sequence: Sequence) -> None:
+        """Its worker may have died since its last token."""
+        while True:
+            sequence.advance(STREAM_TOKENS, 50)
+            try:
+                return sequence.check()
+            except LOST:
+                sequence.recover()
 
     def step(self) -> None:
         sequence = self.dice.choice(self.sequences)

@@ -62,7 +62,7 @@ async def test_slots_that_others_have_are_waited_for(serve: Any) -> None:
         simulation, summary = await over(client, arrivals((20, 3), (9, 1), (9, 1), every_ms=0.0), max_running=3)
     assert summary["refusals"]["pool_exhausted"] >= 3
     assert summary["preempted"] == 0
-    assert simulation.requests[0].first_token_us > 3e6
+    assert simulation.requests[0].first_token_us > 1e6
 
 
 @pytest.mark.anyio

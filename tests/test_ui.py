@@ -127,7 +127,7 @@ def test_the_numbers_follow_the_worker(process, browser, tmp_path):
         until(lambda: number(browser, "requests") == 0)
     with loaded(process):
         until(lambda: float(text(browser, "steps-rate").replace("K", "")) > 0 and number(browser, "requests") > 4)
-        time.sleep(8)
+        time.sleep(4)
         picture = Path(os.environ.get("KVFOLD_ARTIFACTS", tmp_path)) / "ui.png"
         assert browser.save_screenshot(str(picture))
     assert picture.read_bytes().startswith(b"\x89PNG")

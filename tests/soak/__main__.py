@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -26,6 +28,7 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=45.0, help="calls a second, all clients together")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no process of it lives on
     with tempfile.TemporaryDirectory() as folder:
         make(Path(folder))
         soak = Soak(Path(folder), given.rate)

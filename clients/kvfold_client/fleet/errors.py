@@ -3,7 +3,7 @@
 KvfoldError
 └── FleetError
     ├── NoWorker      no living worker of the role (and compat) takes new requests
-    └── WorkerLost    the worker that held the request is dead, or was started anew; `recover` finds another
+    └── WorkerLost    the worker that held the request is dead, started anew, or trusts itself no more; see `recover`
 """
 # ruff: noqa: N818
 

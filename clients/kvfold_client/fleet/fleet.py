@@ -5,7 +5,7 @@ from contextlib import suppress
 from typing import Any, Literal, Self
 
 from ..client import Client
-from ..errors import CompatMismatch, PeerFailed, TransportError, UnknownPeer, UnknownRequest
+from ..errors import CompatMismatch, NotReady, PeerFailed, TransportError, UnknownPeer, UnknownRequest
 from ..replies import Exported, RequestState
 from .connect import connect
 from .errors import FleetError, NoWorker, WorkerLost
@@ -115,8 +115,10 @@ class Fleet:
         """Free the request wherever it is placed; a dead worker's share is gone already."""
         for place in self._places.pop(request_id):
             with suppress(NoWorker, WorkerLost):
-                worker = self._reach.living(request_id, place)
-                try:
+                worker = self._reach.seen(place.worker)
+                if not worker.alive:
+                    continue
+                try:  # whatever its epoch: it may have been started anew unseen, and got the request then
                     self._reach.call(worker, lambda client: client.release(request_id))
                 except TransportError:
                     self._reach.living(request_id, place)
@@ -138,7 +140,7 @@ class Fleet:
 
     def _still_there(self, request_id: str, place: Place) -> Recovered | None:
         """Where the request stands if its worker still has it. Looks at the worker first."""
-        with suppress(NoWorker, WorkerLost, TransportError, UnknownRequest):
+        with suppress(NoWorker, WorkerLost, TransportError, UnknownRequest, NotReady):
             self._plane.check(place.worker)
             worker = self._reach.living(request_id, place)
             state = self._ask(worker, request_id)

@@ -8,8 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Self
 
-import httpx
-
 from ..client import Client
 from ..errors import ApiError, KvfoldError, ReplyError
 from ..peers import Peer
@@ -18,9 +16,7 @@ from .errors import NoWorker
 from .plane import Role, WorkerInfo
 
 ANSWER_S = 1.0
-"""A worker that has not answered for so long has missed a look."""
-MISSES = 2
-"""So many in a row, and it is dead. One that refuses the connection is dead at once."""
+"""A worker that does not answer in this time, asked twice, is dead."""
 LOOKS_AT_A_TIME = 16
 
 
@@ -38,7 +34,6 @@ class Members(ABC):
         self._pause = health_seconds
         self._token: str | None = None
         self._seen: dict[str, WorkerInfo] = {}
-        self._misses: dict[str, int] = {}
         self._clients: dict[str, Client] = {}
         self._watchers: list[Callable[[WorkerInfo], None]] = []
         self._lock = threading.RLock()
@@ -128,20 +123,15 @@ class Members(ABC):
         try:
             state = self._client(peer.url).worker()
         except (ApiError, ReplyError):  # our token is not good there: it lives, and is of no use to us
-            self._misses[peer.name] = 0
             return replace(before, alive=True, accepting=False)
-        except KvfoldError as error:
-            slow = isinstance(error.__cause__, httpx.TimeoutException)
-            self._misses[peer.name] = self._misses.get(peer.name, 0) + 1 if slow else MISSES
-            dead = self._misses[peer.name] >= MISSES
-            return replace(before, alive=before.alive and not dead, accepting=before.accepting and not dead)
-        self._misses[peer.name] = 0
+        except KvfoldError:
+            return replace(before, alive=False, accepting=False)
         return WorkerInfo(peer.name, peer.url, unknown.role, True, state.status == "ok", state.epoch, state.compat)
 
     def _client(self, url: str) -> Client:
         with self._lock:
             if url not in self._clients:
-                self._clients[url] = connect(url, self._token, timeout=ANSWER_S, retries=0)
+                self._clients[url] = connect(url, self._token, timeout=ANSWER_S, retries=1)
             return self._clients[url]
 
     def _tell(self, changed: Iterable[WorkerInfo]) -> None:

@@ -69,6 +69,8 @@ class Reach:
             except (PeerFailed, UnknownPeer) as error:
                 self.plane.check(source.name)
                 self.living(request_id, Place(source.name, source.epoch))
+                if error.details.get("refusal") == "not_ready":  # it does not trust its own state any more
+                    raise WorkerLost(source.name, request_id) from error
                 unheard = isinstance(error, UnknownPeer) or error.details.get("reason") == "unreachable"
                 if not unheard or time.monotonic() > end:
                     raise

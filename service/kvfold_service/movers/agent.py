@@ -11,6 +11,8 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from kvfold_service.caches import Caches
 from kvfold_service.errors import StartError
 from kvfold_service.movers.descriptors import U64
@@ -49,17 +51,21 @@ class Agent:
         """How to connect, and the keys of the registered memory: a secret among peers."""
         return self._agent.get_agent_metadata()
 
-    def meet(self, metadata: bytes, before: str | None) -> str:
-        """The name of another agent, which can be read from now on; `before` was the name of its earlier life."""
+    def meet(self, metadata: bytes) -> str:
+        """The name of another agent, which can be read from now on."""
         with self._translated():
-            if before is not None:
-                with contextlib.suppress(*self._errors):  # its connection may be gone already
-                    self._agent.remove_remote_agent(before)
             name = self._agent.add_remote_agent(metadata)
             return name.decode() if isinstance(name, bytes) else name
 
+    def forget(self, remote_agent: str) -> None:
+        """Of a connection that is gone: the next `meet` makes a new one. Never while it may still bring bytes."""
+        with contextlib.suppress(*self._errors):
+            self._agent.remove_remote_agent(remote_agent)
+
     def prepare(self, remote_agent: str, local: U64, remote: U64, memory: str) -> Any:
         """A read of `remote` into `local`, rows of (address, bytes, device)."""
+        if self.memory == "VRAM":
+            torch.cuda.set_device(self.device)  # a thread of its own has no context yet, and UCX wants one
         with self._translated():
             ours = self._agent.get_xfer_descs(local, self.memory)
             theirs = self._agent.get_xfer_descs(remote, memory)

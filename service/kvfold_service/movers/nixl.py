@@ -64,7 +64,7 @@ class NixlMover:
         reply = await line.ask("GET", "/v1/nixl", authorization=self._authorization)
         try:
             metadata = bytes(wire.tensor_of(reply.get("metadata"), "metadata").data)
-            name = await line.while_alive(lambda: self._agent.meet(metadata, known[1] if known else None))
+            name = await line.while_alive(lambda: self._agent.meet(metadata))
         except (wire.WireError, AgentError) as error:
             raise peer_failed(line.peer, "refused", f"its NIXL metadata is no use: {error}") from None
         self._met[line.peer.name] = epoch, name
@@ -74,8 +74,10 @@ class NixlMover:
         line = move.line
         try:
             await line.while_alive(lambda: read.run(line))
-        except AgentError as error:
+        except AgentError as error:  # the connection is gone, and what was on it
             read.has_ended = True
+            self._met.pop(line.peer.name, None)
+            self._agent.forget(read.remote_agent)
             raise peer_failed(line.peer, "died", f"NIXL cannot read from it ({error})") from None
         finally:
             if read.has_ended:
@@ -85,6 +87,8 @@ class NixlMover:
                 self._settling.add(task := asyncio.create_task(self._settle(move, read)))
                 task.add_done_callback(self._settling.discard)
         if read.state != "DONE":
+            self._met.pop(line.peer.name, None)
+            self._agent.forget(read.remote_agent)
             raise peer_failed(line.peer, "died", "a NIXL transfer from it failed")
 
     async def _settle(self, move: Move, read: _Read) -> None:
@@ -94,7 +98,7 @@ class NixlMover:
             await asyncio.sleep(_SETTLE_S)
             try:
                 read.look()
-            except AgentError:  # the connection is gone, and what was on it
+            except AgentError:
                 break
         read.release()
         await self._service.engine.call(arrivals.give_back, self._service.worker, move.incoming)
@@ -111,13 +115,13 @@ class _Read:
     """One transfer. `has_ended`: nothing of it is on its way any more."""
 
     def __init__(self, agent: Agent, remote_agent: str, local: U64, remote: U64, memory: str) -> None:
-        self._agent, self._arguments = agent, (remote_agent, local, remote, memory)
+        self._agent, self.remote_agent, self._arguments = agent, remote_agent, (local, remote, memory)
         self._handle: Any = None
         self.state, self.has_ended = "NONE", True
 
     def run(self, line: PeerLine) -> None:
         """On a thread, until it has ended or the line is cut."""
-        self._handle = self._agent.prepare(*self._arguments)
+        self._handle = self._agent.prepare(self.remote_agent, *self._arguments)
         self.has_ended = False
         self.state = self._agent.post(self._handle)
         while self.state == "PROC" and not line.is_cut:

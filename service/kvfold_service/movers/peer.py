@@ -145,6 +145,8 @@ class PeerLine:
         assert self._http.sock is not None
         self._http.sock.settimeout(self._patience)
         self._has_met = True
+        if self._is_cut:  # meanwhile
+            raise ConnectionAbortedError
 
     def _read(self, response: http.client.HTTPResponse, view: memoryview | None) -> memoryview:
         """The body, into `view` if it is a success and there is one."""
