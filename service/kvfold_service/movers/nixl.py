@@ -2,7 +2,7 @@
 
 All page pools are registered at start. Whoever has a worker's NIXL metadata can read all of them: only peers with the
 admin token get it. What is read is described by addresses that the peer tells for handles of our caller's, as plain
-integers, and by our own pages; descriptors are made here, never a peer's pickle.
+integers, and by our own pages; descriptors are made here, never read from a peer.
 
 A NIXL read cannot be called back: its bytes may still arrive after it was released. So pages that one may still write
 to are set aside until it has ended, however long that takes.
