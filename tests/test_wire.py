@@ -217,17 +217,17 @@ def test_depth_is_bounded(encoding):
     ],
 )
 def test_bombs_are_refused_cheaply(body):
-    start = time.perf_counter()
+    start = time.process_time()
     assert refusal(MSGPACK, body)[0] == "malformed"
-    assert time.perf_counter() - start < 5.0
+    assert time.process_time() - start < 2.0
 
 
 @ENCODINGS
 def test_long_lists_pass(encoding):
     message = {"positions": list(range(100_000)), "requests": [{"id": str(i)} for i in range(20_000)]}
-    start = time.perf_counter()
+    start = time.process_time()
     assert wire.decode(encoding, wire.encode(encoding, message)) == message
-    assert time.perf_counter() - start < 5.0
+    assert time.process_time() - start < 5.0
 
 
 def test_another_encoding():

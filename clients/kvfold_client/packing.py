@@ -11,6 +11,7 @@ import msgpack
 
 MAX_DEPTH = 8  # maps and arrays inside each other, the message itself counted
 MAX_ITEMS = 1 << 21  # array elements and map pairs of a message together; more belongs into a tensor
+_CONTAINER = 16  # a map or an array counts as this many elements: even an empty one costs as much to read
 MAX_MAP = 4096
 
 Buffer = bytes | bytearray | memoryview  # C-contiguous
@@ -62,7 +63,7 @@ def _unpack(view: memoryview, max_array: int) -> Any:
 
     def count(items: list[Any]) -> list[Any]:
         nonlocal num_items
-        num_items += len(items) + 1
+        num_items += len(items) + _CONTAINER
         if num_items > MAX_ITEMS:
             raise WireError("malformed", f"the message has more than {MAX_ITEMS} elements outside of tensors")
         return items
