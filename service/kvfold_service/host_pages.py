@@ -17,15 +17,15 @@ from kvfold_kernels.geometry import PageLayout
 
 U8 = NDArray[np.uint8]
 I32 = NDArray[np.int32]
-_AT_A_TIME: Final = 1 << 20
-"""Bytes of pages that are gathered at once."""
+_AT_A_TIME: Final = 64 << 10
+"""Bytes of pages that are gathered at once; a page that is alone is not gathered at all."""
 
 
 def read_rows(pages: U8, table: I32, layout: PageLayout, start: int, stop: int, rows: U8) -> None:
     """A request's entries [start, stop) → rows."""
     n, fmt = layout.entries, layout.format
     for first, end, page in _whole_pages(table, layout, start, stop):
-        block = pages[page]
+        block = pages[page[0]][None] if len(page) == 1 else pages[page]
         values = block[:, : layout.scale_offset].reshape(-1, fmt.value_bytes)
         scales = block[:, layout.scale_offset : n * fmt.entry_bytes].reshape(len(page) * n, fmt.scale_bytes)
         base = first // n * n
@@ -42,8 +42,9 @@ def write_rows(pages: U8, table: I32, layout: PageLayout, start: int, rows: U8) 
         part = rows[first - start : end - start]
         values, scales = part[:, : fmt.value_bytes], part[:, fmt.value_bytes :]
         if (end - first) == len(page) * n:
-            value_area[page] = values.reshape(len(page), n, fmt.value_bytes)
-            scale_area[page] = scales.reshape(len(page), n, fmt.scale_bytes)
+            where = page[0] if len(page) == 1 else page
+            value_area[where] = values.reshape(len(page), n, fmt.value_bytes)
+            scale_area[where] = scales.reshape(len(page), n, fmt.scale_bytes)
         else:
             entry = np.arange(first, end)
             at = page[entry // n - first // n], entry % n

@@ -141,11 +141,13 @@ def socket_copy() -> Iterator[Callable[[], dict[str, float]]]:
 
 
 def serve_nixl() -> None:
-    """Child: a registered block, until its input ends."""
+    """Child: a registered block, until it is killed."""
     block = np.random.default_rng(1).integers(0, 256, NUM_BYTES, np.uint8)
     agent = _agent("giver", block)
     print("ready", block.ctypes.data, agent.get_agent_metadata().hex(), flush=True)
-    sys.stdin.read()
+    while True:
+        agent.get_new_notifs()
+        time.sleep(0.001)
 
 
 @contextmanager
@@ -182,7 +184,8 @@ def _agent(name: str, block: np.ndarray) -> Any:
     from kvfold_service.movers.agent import quiet
 
     quiet()
-    agent = nixl.nixl_agent(f"{name}-{time.time_ns()}", nixl.nixl_agent_config(backends=["UCX"]))
+    config = nixl.nixl_agent_config(backends=["UCX"], enable_prog_thread=False)
+    agent = nixl.nixl_agent(f"{name}-{time.time_ns()}", config)
     agent.register_memory([(block.ctypes.data, block.nbytes, 0, "")], "DRAM")
     return agent
 

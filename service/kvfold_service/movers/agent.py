@@ -5,17 +5,24 @@ Calls may come from any thread and may block; NIXL lets go of the interpreter me
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib
 import logging
+import threading
+import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from kvfold_service.caches import Caches
 from kvfold_service.errors import StartError
 from kvfold_service.movers.descriptors import U64
+
+_READERS_S: Final = 5.0
+_BUSY_PAUSE_S: Final = 0.001
+_IDLE_PAUSE_S: Final = 0.02
 
 
 class AgentError(Exception):
@@ -38,13 +45,31 @@ class Agent:
         self.memory = "VRAM" if pages[0].is_cuda else "DRAM"
         self.device = pages[0].get_device() if pages[0].is_cuda else 0
         try:
-            # Pulls run on threads of their own: STRICT locks the agent for each call.
-            config = nixl.nixl_agent_config(backends=["UCX"], sync_mode=nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT)
-            self._agent = nixl.nixl_agent(name, config)
+            self._agent = nixl.nixl_agent(name, _config(nixl))
             regions = [(pool.data_ptr(), pool.numel(), self.device, "") for pool in pages]
             self._agent.register_memory(regions, self.memory)
         except (*self._errors, RuntimeError) as error:  # RuntimeError: no UCX here
             raise StartError(f"--nixl: the page pools cannot be registered ({error})") from None
+        self._read_until, self._over = 0.0, threading.Event()
+        self._thread = threading.Thread(target=self._answer, name="kvfold-nixl", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)  # a thread inside NIXL must not see the interpreter go
+
+    def expect_readers(self) -> None:
+        """Somebody was just told where pages lie."""
+        self._read_until = time.monotonic() + _READERS_S
+
+    def _answer(self) -> None:
+        """Over some ways (TCP) a peer that reads from us needs our hands."""
+        pause = 0.0
+        while not self._over.wait(pause):
+            self._agent.get_new_notifs()
+            pause = _BUSY_PAUSE_S if time.monotonic() < self._read_until else _IDLE_PAUSE_S
+
+    def close(self) -> None:
+        """Peers that still read from us wait in vain."""
+        self._over.set()
+        self._thread.join()
 
     @property
     def metadata(self) -> bytes:
@@ -92,6 +117,12 @@ class Agent:
             yield
         except self._errors as error:
             raise AgentError(str(error)) from None
+
+
+def _config(nixl: Any) -> Any:
+    """STRICT: pulls run on threads of their own. NIXL's progress thread would take a whole core for nothing."""
+    strict = nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+    return nixl.nixl_agent_config(backends=["UCX"], sync_mode=strict, enable_prog_thread=False)
 
 
 def quiet() -> None:

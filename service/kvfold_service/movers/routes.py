@@ -65,7 +65,9 @@ def _give(service: Service, pulls: Pulls, call: _Bind) -> None:
             raise malformed("this worker does not offer its pages by NIXL; it is started without --nixl")
         async with service.message(request, caller) as body:
             handles = calls.parse_handles(body)
-        return service.reply(request, await engine.call_for(caller.tenant, worker.locate, handles, caller.tenant))
+        told = await engine.call_for(caller.tenant, worker.locate, handles, caller.tenant)
+        pulls.agent.expect_readers()
+        return service.reply(request, told)
 
     @call("GET", "/v1/nixl")
     async def nixl(request: Request) -> Response:

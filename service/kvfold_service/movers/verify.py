@@ -19,7 +19,7 @@ from kvfold_service.movers.peer import peer_failed
 if TYPE_CHECKING:
     from kvfold_service.engine import Engine
 
-_AT_A_TIME: Final = 128
+_AT_A_TIME: Final = 256
 """Pages of one question; neither worker's engine is held up for longer than these take."""
 _Page = tuple[int, int, str]
 """Entries [first, end) and their XXH3-64."""
