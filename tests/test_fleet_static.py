@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import time
@@ -252,3 +253,15 @@ def test_what_the_page_says_of_sizes():
             assert (told[0][i], told[1][i]) == (pytest.approx(entries / 1e6, rel=1e-3), round(open_rows / 1e6, 1))
             if i == 1:
                 assert told[0][3] == round(all_rows / 1e9, 1)
+
+
+def test_the_rates_of_the_page_are_the_kept_ones():
+    table = PAGE.split("## Measured")[1].split("## ")[0]
+    folder = Path(__file__).parent / "bench/results"
+    kept = [json.loads((folder / name).read_text())["results"]["cases"] for name in ("movers.json", "movers_tcp.json")]
+    told = dict(re.findall(r"^\| (\w[^|]*?) \| ([\d.]+ \| [\d.]+) \|$", table, re.MULTILINE))
+    phases = {"entries alone": "move", "whole, verified": "whole", "": "move"}
+    for label, rates in told.items():
+        name, _, what = label.partition(": ")
+        assert rates == " | ".join(f"{cases[name][f'{phases[what]}_gbs']:.2f}" for cases in kept), label
+    assert len(told) == 3 + 2 * 4
