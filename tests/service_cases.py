@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -354,6 +355,18 @@ class Process:
 
     def signal(self, number: int = signal.SIGTERM) -> None:
         self.process.send_signal(number)
+
+    def stop(self) -> None:
+        """SIGSTOP, and until each of its threads has stopped: the signal alone leaves them some time."""
+        self.signal(signal.SIGSTOP)
+        for stat in Path(f"/proc/{self.process.pid}/task").glob("*/stat"):
+            while stat.read_text().rpartition(")")[2].split()[0] != "T":
+                time.sleep(0.001)
+
+    def kill(self) -> None:
+        """SIGKILL, and until it is gone."""
+        self.process.kill()
+        self.process.wait(30)
 
     def wait(self) -> int:
         with self.process:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -54,9 +53,7 @@ def test_three_processes(workers):
         fleet_story.hand_over(fleet)
         victim = fleet_story.death_under_load(fleet, lambda name: made[name].process.kill())
         assert not next(worker for worker in fleet.workers() if worker.name == victim).alive
-        fleet_story.death_of_a_giver(
-            fleet, lambda name: made[name].signal(signal.SIGSTOP), lambda name: made[name].process.kill()
-        )
+        fleet_story.death_of_a_giver(fleet, lambda name: made[name].stop(), lambda name: made[name].kill())
         (survivor,) = [name for name in made if made[name].process.poll() is None]
         with Client(made[survivor].url) as client:
             assert client.live()

@@ -210,21 +210,23 @@ def test_a_peer_that_hangs_and_comes_back(two: Two):
     d.release("r")
     pools = [group.pool for group in two.worker.caches.groups]
     free = [pool.num_free for pool in pools]
-    with before_the_read(two, lambda: two.process.signal(signal.SIGSTOP)):
-        began = time.monotonic()
-        with pytest.raises(PeerFailed) as caught:
-            d.pull("r", "p")
-        assert time.monotonic() - began < 1.5
-    assert caught.value.details == {"peer": "p", "reason": "died"}
-    two.worker.check_integrity()
-    assert [pool.num_free for pool in pools] < free
-    (aside,) = two.worker.aside
-    waiting = _pages(two.worker, aside.request.slot)
-    for pages, held in waiting:
-        pages[held] = 0xAA
-    feed(d, "r", 0, 90)  # the id is free, and gets pages of its own
-    before = d.export("r")
-    two.process.signal(signal.SIGCONT)
+    try:
+        with before_the_read(two, two.process.stop):
+            began = time.monotonic()
+            with pytest.raises(PeerFailed) as caught:
+                d.pull("r", "p")
+            assert time.monotonic() - began < 1.5
+        assert caught.value.details == {"peer": "p", "reason": "died"}
+        two.worker.check_integrity()
+        assert [pool.num_free for pool in pools] < free
+        (aside,) = two.worker.aside
+        waiting = _pages(two.worker, aside.request.slot)
+        for pages, held in waiting:
+            pages[held] = 0xAA
+        feed(d, "r", 0, 90)  # the id is free, and gets pages of its own
+        before = d.export("r")
+    finally:
+        two.process.signal(signal.SIGCONT)
     until(lambda: not two.worker.aside)
     assert any(bool((pages[held] != 0xAA).any()) for pages, held in waiting)  # so late
     after = d.export("r")
