@@ -339,6 +339,28 @@ def test_a_step_that_waits_keeps_its_requests_alive(start, clock, backend: Backe
     assert worker.reap() == 3
 
 
+@pytest.mark.parametrize("num_tokens", [0, 1])
+def test_a_step_that_comes_too_late_revives_nothing(start, clock, num_tokens):
+    """Its request is unknown, though no reaper came: to go on is a gap, to begin anew is right."""
+    worker = start(lease_seconds=LEASE, clock=clock)
+    run(worker, [("r", 0, 17)])
+    handles = pages(worker, CSA)
+    clock.turn(LEASE)
+
+    async def steps() -> None:
+        engine = Engine(worker)
+        with pytest.raises(ServiceError) as caught:
+            await engine.step(parse_step(step_body([("r", 17, num_tokens)]), worker.rules), "")
+        assert (caught.value.code, caught.value.details["expected"]) == ("position_gap", 0)
+        await engine.step(parse_step(step_body([("r", 0, 17)], step_id="anew"), worker.rules), "")
+        await asyncio.to_thread(engine.stop)
+
+    asyncio.run(steps())
+    with pytest.raises(ServiceError, match="freed or has changed"):
+        worker.read_pages(handles, "")
+    assert_entries(worker, "r", CSA)
+
+
 def test_the_service_reaps_by_itself(start, clock):
     """Nobody calls: within about a second of the lease's end the request is gone."""
     worker = start(lease_seconds=LEASE, clock=clock)

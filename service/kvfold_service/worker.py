@@ -156,6 +156,11 @@ class Worker:
         if self._forget((tenant, request_id)):
             self.totals["released"] += 1
 
+    def can_keep(self, key: RequestKey) -> bool:
+        """Whether a step that comes now keeps the request's lease from ending: not one that has ended already."""
+        request = self.requests.get(key)
+        return request is None or request.expires > self.clock() or self.queued[key] > 0
+
     def reap(self) -> int:
         """Release what nobody has renewed and no step waits for; returns how many requests that were."""
         now = self.clock()
