@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import resource
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -121,6 +123,89 @@ def test_calls_that_follow_each_other_on_one_connection(process, connect):
         answer += one.recv(4096)
     run_step(process, "r")
     assert is_open(one)
+
+
+# -- what one connection may do ------------------------------------------------------------------------------------
+
+
+def resident_kib(process: Process) -> int:
+    status = Path(f"/proc/{process.process.pid}/status").read_text()
+    return int(re.search(r"VmRSS:\s+(\d+)", status)[1])
+
+
+def test_a_flood_of_calls_on_one_connection_costs_that_connection(process):
+    """Nobody reads the replies of some hundred thousand calls."""
+    before, sent = resident_kib(process), b"GET /v1/x HTTP/1.1\r\n\r\n" * 2000
+    for _ in range(20):
+        with socket.create_connection(("127.0.0.1", process.port)) as flood, contextlib.suppress(ConnectionError):
+            for _ in range(200):
+                flood.sendall(sent)
+            pytest.fail("it was not shown out")
+    assert httpx.get(f"{process.url}/livez").elapsed.total_seconds() < 1
+    assert resident_kib(process) < before + 40_000
+
+
+def test_as_many_calls_as_may_wait_are_answered_in_turn(process, connect):
+    (one,) = connect("GET /livez HTTP/1.1\r\n\r\n" * (1 + connections.MOST_BEHIND))
+    answer = b""
+    while answer.count(b"HTTP/1.1 200") < 1 + connections.MOST_BEHIND:
+        answer += one.recv(4096)
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 60])
+@pytest.mark.parametrize("ask", ["h2c", "websocket", "TLS/1.0"])
+def test_who_asks_for_another_protocol_is_served_in_this_one(process, connect, ask, pieces):
+    """As clients do that would rather speak HTTP/2: body and all, and what follows on the connection."""
+    head = f"{HEAD}Connection: Upgrade, HTTP2-Settings\r\nUpgrade: {ask}\r\nHTTP2-Settings: AAMAAABkAAQ\r\n"
+    (one,) = connect("")
+    id = f"{ask[:3]}-{pieces}"
+    body = wire.encode(FRAME, step_body([(id, 0, 4)], [HCA], step_id=id))
+    data = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body + b"GET /livez HTTP/1.1\r\n\r\n"
+    for i in range(pieces):
+        one.sendall(data[i * len(data) // pieces : (i + 1) * len(data) // pieces])
+    answer = b""
+    while not answer.endswith(b'{"status":"ok"}'):
+        answer += (part := one.recv(4096))
+        assert part, answer
+    assert answer.count(b"HTTP/1.1 200 OK") == 2
+    httpx.delete(f"{process.url}/v1/requests/{id}")
+
+
+def test_connect_is_no_call(process, connect):
+    (one,) = connect("CONNECT example.org:443 HTTP/1.1\r\nHost: example.org:443\r\n\r\n")
+    assert one.recv(4096).startswith(b"HTTP/1.1 400")
+    assert not one.recv(4096)
+
+
+def test_who_has_sent_everything_may_say_so_and_is_answered(process, connect):
+    body = wire.encode(FRAME, step_body([("half", 0, 4)], [HCA], step_id="half"))
+    (one,) = connect(f"{HEAD}Content-Length: {len(body)}\r\n\r\n")
+    one.sendall(body)
+    one.shutdown(socket.SHUT_WR)
+    answer = b""
+    while part := one.recv(4096):
+        answer += part
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert b"connection: close" in answer
+    httpx.delete(f"{process.url}/v1/requests/half")
+
+
+@pytest.mark.parametrize("room", [-200, 200])
+def test_a_head_in_one_piece_is_bounded_too(process, connect, room):
+    head = f"GET /livez HTTP/1.1\r\nX: {'x' * (connections.HEAD_BYTES - 40 - room)}\r\n\r\n"
+    (one,) = connect(head)
+    assert one.recv(4096).startswith(b"HTTP/1.1 200" if room > 0 else b"HTTP/1.1 400")
+
+
+def test_trailers_in_one_piece_are_bounded_too(process, connect):
+    (one,) = connect(f"{HEAD}Transfer-Encoding: chunked\r\n\r\n0\r\nX: {'x' * connections.HEAD_BYTES}\r\n\r\n")
+    assert not is_answered(one)
+
+
+def is_answered(connection: socket.socket) -> bool:
+    with contextlib.suppress(ConnectionError):
+        return connection.recv(4096).startswith(b"HTTP/1.1 200")
+    return False
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import signal
 import socket
@@ -16,11 +17,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvfold_client import Client, errors
+from kvfold_client import Client, errors, wire
 from kvfold_client.wire import FRAME
 from kvfold_service import settings
 from kvfold_service.drain import drain
-from kvfold_service.serve import check_tls
+from kvfold_service.serve import tls_of
 from tests.http_cases import assert_refused, said, services
 from tests.service_cases import HCA, NAMES, Gate, Process, no_start, parts_of, stream
 from tests.test_settings import NEEDED
@@ -221,6 +222,57 @@ def test_a_second_signal_ends_it_at_once(guarded, trust):
         assert time.monotonic() - began < 5
 
 
+def test_handshakes_that_do_not_come_are_connections_too(files, trust, tmp_path):
+    """They make room for others, and end when a head would have to be there."""
+    flags = [f"--tls-cert={files / 'cert.pem'}", f"--tls-key={files / 'key.pem'}"]
+    with (
+        Process(tmp_path, *flags, "--max-connections=8", "--receive-timeout=1.5") as process,
+        contextlib.ExitStack() as stack,
+    ):
+        began = time.monotonic()
+        silent = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", process.port), timeout=30)) for _ in range(40)
+        ]
+        with httpx.Client(verify=trust, base_url=process.url) as http:
+            assert http.get("/v1/stats").json()["connections"] == {"open": 8, "max": 8}
+            assert [no_more(one) for one in silent[:32]] == [True] * 32
+            assert time.monotonic() - began < 1.5
+            assert [no_more(one) for one in silent[33:]] == [True] * 7
+            assert time.monotonic() - began < 5
+            assert http.get("/v1/stats").json()["connections"]["open"] == 1
+        assert process.end() == 0
+        assert "Traceback" not in process.log.read_text()
+
+
+def no_more(connection: socket.socket) -> bool:
+    """Waits for the end of a connection that nothing comes on."""
+    with contextlib.suppress(ConnectionError):
+        return connection.recv(1) == b""
+    return True
+
+
+@pytest.mark.parametrize("what", ["nothing", "a body", "a reply"])
+def test_what_still_runs_at_the_end_is_cut_off_and_told(tmp_path, what):
+    """Pages that nobody reads are no call: 0. A body that does not come, a reply that is not taken: 1."""
+    with Process(tmp_path, "--drain-seconds=1") as process, Client(process.url) as client:
+        rows = {name: stream(name, "r")[:90] for name in NAMES}
+        handles = [page for part in client.step([("r", 0, 90)], rows).requests["r"].values() for page in part.pages]
+        with socket.create_connection(("127.0.0.1", process.port)) as connection:
+            if what != "nothing":
+                path, body = "read", wire.encode(FRAME, {"version": 1, "handles": handles * 500})
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                head = f"POST /v1/pages/{path} HTTP/1.1\r\nContent-Type: {FRAME}\r\nContent-Length: {len(body)}\r\n\r\n"
+                connection.sendall(head.encode() + (body[:-1] if what == "a body" else body))
+                time.sleep(0.3)
+            process.signal()
+            began = time.monotonic()
+            assert process.wait() == (0 if what == "nothing" else 1)
+            assert 0.9 < time.monotonic() - began < 2
+        log = process.log.read_text()
+        assert "Traceback" not in log
+        assert ("is cut off" in log) is (what != "nothing")
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -251,5 +303,5 @@ def test_a_certificate_that_cannot_be_used(files, bad, tmp_path):
     if bad == "other":
         subprocess.run(["openssl", "genpkey", "-algorithm=ed25519", f"-out={key}"], check=True)
     with no_start("--tls-cert and --tls-key cannot be used"):
-        check_tls(cert, key)
-    check_tls(files / "cert.pem", files / "key.pem")
+        tls_of(cert, key)
+    tls_of(files / "cert.pem", files / "key.pem")

@@ -40,7 +40,7 @@ def run(argv: list[str]) -> int:
         settings = options.read(argv)
         tokens = Tokens(settings.token_file, options.tokens_of_environment())
         logs.start(settings.log_level, settings.log_format, tokens.secrets)
-        check_tls(settings.tls_cert, settings.tls_key)
+        tls = tls_of(settings.tls_cert, settings.tls_key)
         listeners.append(_listen(settings.host, settings.port))
         if settings.metrics_port is not None:
             listeners.append(_listen(settings.metrics_host, settings.metrics_port))
@@ -50,7 +50,7 @@ def run(argv: list[str]) -> int:
             listener.close()
         print(f"kvfold serve: {error}", file=sys.stderr)
         return 2
-    Server(service, listeners).run(listeners)
+    Server(service, listeners, tls).run(listeners)
     service.engine.stop()
     if service.tracing is not None:
         service.tracing.stop()
@@ -68,14 +68,17 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def check_tls(cert: Path | None, key: Path | None) -> None:
-    """Raises StartError; never asks for a passphrase."""
-    if cert is not None and key is not None:
-        try:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=lambda: "")
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or type(error).__name__
-            raise StartError(f"--tls-cert and --tls-key cannot be used: {reason}") from None
+def tls_of(cert: Path | None, key: Path | None) -> ssl.SSLContext | None:
+    """None: plain HTTP. Raises StartError; never asks for a passphrase."""
+    if cert is None or key is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(cert, key, password=lambda: "")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or type(error).__name__
+        raise StartError(f"--tls-cert and --tls-key cannot be used: {reason}") from None
+    return context
 
 
 def _service(settings: Settings, tokens: Tokens, listener: socket.socket) -> Service:

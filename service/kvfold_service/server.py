@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import threading
 from collections.abc import Iterator
 from types import FrameType
@@ -29,7 +30,7 @@ CUT_OFF: Final = 1
 _KEEP_SECONDS: Final = 60
 """For a connection between two calls: longer than clients keep theirs, lest a call meet its connection's end."""
 _CLOSE_SECONDS: Final = 3.0
-"""For closing what is open behind --drain-seconds, before it is cut off."""
+"""For an event loop or a device that hangs behind --drain-seconds, before it is cut off."""
 
 
 def _by_port(service: Service, metrics: socket.socket | None) -> ASGIApp:
@@ -51,26 +52,25 @@ def _by_port(service: Service, metrics: socket.socket | None) -> ASGIApp:
 class Server(uvicorn.Server):
     """Prints the ready line when the sockets are served; drains on the first signal, ends at once on the second."""
 
-    def __init__(self, service: Service, listeners: list[socket.socket]) -> None:
+    def __init__(self, service: Service, listeners: list[socket.socket], tls: ssl.SSLContext | None) -> None:
         settings = service.settings
         super().__init__(
             uvicorn.Config(
                 _by_port(service, listeners[1] if len(listeners) > 1 else None),
-                http=protocol(settings.receive_timeout, service.connections),
+                http=protocol(settings.receive_timeout, service.connections, tls),  # type: ignore[arg-type]
                 ws="none",
                 loop="uvloop",
                 log_config=None,
                 log_level="warning",
                 access_log=False,
                 lifespan="on",
-                ssl_certfile=settings.tls_cert,
-                ssl_keyfile=settings.tls_key,
                 server_header=False,
                 proxy_headers=False,
                 timeout_keep_alive=_KEEP_SECONDS,
             )
         )
-        self._service, self._listeners = service, listeners
+        self._service = service
+        self._urls = [f"{'https' if tls else 'http'}://{_address(listener)}" for listener in listeners]
         self._draining: asyncio.Task[None] | None = None
 
     @contextlib.contextmanager
@@ -103,8 +103,10 @@ class Server(uvicorn.Server):
         try:
             seconds = await drain(self._service, seconds)
         finally:
-            self.config.timeout_graceful_shutdown = max(1, round(seconds))
             self.should_exit = True
+        await asyncio.sleep(seconds)  # for calls that came meanwhile; without them the loop ends earlier
+        if self.server_state.tasks or self._service.running or self._service.sending.num_replies:
+            _cut_off()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -112,11 +114,9 @@ class Server(uvicorn.Server):
         gc.freeze()  # what is there now stays: no later collection looks at it again, which takes a quarter of a second
         self._service.not_ready = None
         worker = self._service.worker
-        scheme = "https" if self.config.is_ssl else "http"
-        urls = [f"{scheme}://{_address(listener)}" for listener in self._listeners]
-        metrics = f" metrics={urls[1]}" if len(urls) > 1 else ""
+        metrics = f" metrics={self._urls[1]}" if len(self._urls) > 1 else ""
         with contextlib.suppress(OSError):  # nobody reads it, or its disk is full: no reason not to serve
-            print(f"ready {urls[0]} backend={worker.backend.name} compat={worker.compat}{metrics}", flush=True)
+            print(f"ready {self._urls[0]} backend={worker.backend.name} compat={worker.compat}{metrics}", flush=True)
 
 
 def _address(listener: socket.socket) -> str:
