@@ -344,7 +344,7 @@ async def test_metrics(serve):
         assert told["kvfold_launches_total", kind] >= 1
         assert told["kvfold_skipped_total", kind] == 1
     assert told["kvfold_rejections_total", "queue_full"] == 0
-    assert told["kvfold_staging_bytes", "used"] == 0
+    assert told["kvfold_staging_bytes", "used"] == told["kvfold_queue_depth",] == 0
     sent = told["kvfold_sent_bytes_total",]
     await api.post("/v1/pages/read", {"version": 1, "handles": parts_of(reply, "r")[HCA]["pages"]})
     await api.post("/v1/requests/r/export", {"version": 1, "compressors": [INDEXER]})

@@ -131,6 +131,7 @@ async def test_a_get_has_no_encoding_of_its_own(api, accept, replied):
         {"content_encoding": "gzip"},
         {"content_encoding": "GZIP"},
         {"content_encoding": "identity, br"},
+        {"transfer_encoding": "gzip, chunked"},
     ],
 )
 async def test_other_types_and_encodings_of_a_body(api, headers):
@@ -496,6 +497,16 @@ async def test_calls_that_do_not_exist(api, method, path, status):
     assert not error["retryable"]
 
 
+async def test_an_export_of_no_compressors(api):
+    await api.step([("r", 0, 9)])
+    assert_refused(await api.post("/v1/requests/r/export", {"version": 1, "compressors": []}), "malformed")
+
+
+async def test_a_method_that_does_not_exist_is_told_which_do(api):
+    for path, methods in (("/v1/step", "POST"), ("/v1/requests/r", "DELETE, GET"), ("/livez", "GET")):
+        assert (await api.http.request("PUT", path)).headers["allow"] == methods
+
+
 async def test_health(api):
     assert (await api.get("/livez")).json() == {"status": "ok"}
     assert (await api.get("/readyz")).json() == {"status": "ok"}
@@ -604,6 +615,8 @@ async def test_roles(guarded, call, allowed):
         response = await ask(**header)
         assert_refused(response, "unauthorized")
         assert response.headers["www-authenticate"] == "Bearer"
+    twice = [("authorization", f"Bearer {token}") for token in (STEP, ADMIN)]
+    assert_refused(await guarded.http.request(*call, headers=twice), "unauthorized")
     for token in (STEP, PULL, ADMIN, OTHER):
         response = await ask(authorization=f"Bearer {token}")
         if token in allowed:

@@ -313,6 +313,10 @@ def _part(name: str, **fields: Any) -> Change:
     return lambda body: body["compressors"][name].update(fields)
 
 
+def _first(body: dict[str, Any]) -> None:
+    body["compressors"][CSA]["first_entry"] = 1
+
+
 def _tensor(name: str, field: str, **fields: Any) -> Change:
     return lambda body: body["compressors"][name][field].update(fields)
 
@@ -343,6 +347,7 @@ REFUSED: dict[str, tuple[str, Change]] = {
     "unknown field of a part": ("malformed", _part(CSA, num_entries=3)),
     "negative first entry": ("malformed", _part(CSA, first_entry=-1)),
     "first entry of another type": ("malformed", _part(CSA, first_entry=True)),
+    "first entry of none": ("malformed", lambda body: body["compressors"][CSA].pop("entries") and _first(body)),
     "negative committed": ("malformed", _part(CSA, committed=-1)),
     "committed of another type": ("malformed", _part(CSA, committed=13.0)),
     "open rows no tensor": ("malformed", _part(CSA, open_rows=[])),

@@ -11,7 +11,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
-from starlette.routing import Match
+from starlette.routing import compile_path
 from starlette.types import Receive, Scope, Send
 
 import kvfold_client
@@ -20,6 +20,7 @@ from kvfold_service.canary import watch
 from kvfold_service.errors import ServiceError
 from kvfold_service.movers.routes import fleet_routes
 from kvfold_service.once import STEP
+from kvfold_service.openapi import CALLS
 from kvfold_service.routes import metrics_routes, routes
 from kvfold_service.service import Service
 from kvfold_service.step import malformed
@@ -90,7 +91,7 @@ def _app(service: Service, make: Callable[..., FastAPI], **options: Any) -> Fast
         body = malformed(f"there is no call {request.method} {request.url.path[:100]}").body()
         headers = dict(error.headers or {})
         if "Allow" in headers:  # routes know their own method only
-            headers["Allow"] = ", ".join(_methods(app, request))
+            headers["Allow"] = ", ".join(_methods(request.url.path))
         return service.reply(request, body, error.status_code, headers)
 
     @app.exception_handler(Exception)
@@ -100,10 +101,9 @@ def _app(service: Service, make: Callable[..., FastAPI], **options: Any) -> Fast
     return app
 
 
-def _methods(app: FastAPI, request: Request) -> list[str]:
+def _methods(path: str) -> list[str]:
     """All methods of a path."""
-    matching = (route for route in app.routes if route.matches(request.scope)[0] is not Match.NONE)
-    return sorted({method for route in matching for method in getattr(route, "methods", ())})
+    return sorted(method for method, template in CALLS if compile_path(template)[0].match(path))
 
 
 def _lifespan(service: Service) -> Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]:

@@ -59,9 +59,9 @@ def parse_export(body: Mapping[str, Any]) -> ExportCall:
     expect_fields(body, "the call", {"version"}, {"compressors", "entries", "from_entry"})
     names, entries = body.get("compressors"), body.get("entries", True)
     if names is not None and (
-        not isinstance(names, list) or not set(map(type, names)) <= {str} or len(set(names)) != len(names)
+        not isinstance(names, list) or not names or set(map(type, names)) != {str} or len(set(names)) != len(names)
     ):
-        raise malformed("compressors must be a list of different names")
+        raise malformed("compressors must be a list of different names, at least one")
     if type(entries) is not bool:
         raise malformed("entries must be true or false")
     from_entry = expect_int(body.get("from_entry", 0), "from_entry", 0)
@@ -93,6 +93,8 @@ def parse_import(body: Mapping[str, Any], rules: StepRules, entry_bytes: Mapping
             raise malformed("a compressor must be a map of committed, open_rows, open_positions and entries")
         expect_fields(part, "a compressor", {"committed", "open_rows", "open_positions"}, {"entries", "first_entry"})
         expect_int(part.get("first_entry", 0), f"first_entry of {name[:128]}", 0)
+        if "first_entry" in part and "entries" not in part:
+            raise malformed("first_entry says with which entry entries begin, and there are none")
         expect_int(part["committed"], f"committed of {name[:128]}", 0)
         for field in {"open_rows", "entries"} & part.keys():
             expect_tensor(part[field], f"{field} of {name[:128]}")
@@ -101,7 +103,8 @@ def parse_import(body: Mapping[str, Any], rules: StepRules, entry_bytes: Mapping
         raise compat_mismatch(rules.compat)
     for name in parts:
         if name not in rules.parts:
-            raise ServiceError("unknown_compressor", f"this worker serves no compressor {name[:128]}")
+            shown = name[:128]
+            raise ServiceError("unknown_compressor", f"this worker serves no compressor {shown}", compressor=shown)
     return ImportCall(
         request_id, body["compat"], {name: _import_part(name, part, rules, entry_bytes) for name, part in parts.items()}
     )

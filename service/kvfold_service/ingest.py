@@ -34,6 +34,8 @@ def media_type_of(request: Request) -> str:
     """The body's encoding. Raises unsupported_encoding."""
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise ServiceError("unsupported_encoding", "send the body without a Content-Encoding")
+    if request.headers.get("transfer-encoding", "chunked").lower() != "chunked":
+        raise ServiceError("unsupported_encoding", "send the body with no other Transfer-Encoding than chunked")
     media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if media_type not in (wire.MSGPACK, wire.FRAME):
         raise ServiceError("unsupported_encoding", f"send the body as {wire.MSGPACK} or {wire.FRAME}")

@@ -111,7 +111,8 @@ class _State:
         slots.add_metric(["free"], len(worker.free_slots))
         yield slots
         yield GaugeMetricFamily("kvfold_requests_live", "Requests whose lease runs.", value=len(worker.requests))
-        yield GaugeMetricFamily("kvfold_queue_depth", "Calls that wait or run.", value=self._engine.depth)
+        depth = max(0, self._engine.depth - 1)  # but for this one
+        yield GaugeMetricFamily("kvfold_queue_depth", "Calls that wait or run.", value=depth)
         yield GaugeMetricFamily("kvfold_connections", "Open connections.", value=self._connections.num_open)
         staging = GaugeMetricFamily("kvfold_staging_bytes", "Bytes for bodies in flight by state.", labels=["state"])
         staging.add_metric(["used"], self._admission.staging.num_lent)

@@ -67,7 +67,8 @@ class Service:
 
     def known_caller(self, request: Request, *roles: str) -> Caller:
         """Raises unauthorized, forbidden."""
-        caller = self.tokens.caller(request.headers.get("authorization"))
+        given = request.headers.getlist("authorization")
+        caller = self.tokens.caller(given[0] if len(given) == 1 else None)
         if roles:
             caller.expect(*roles)
         return caller
