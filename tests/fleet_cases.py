@@ -81,7 +81,7 @@ class Local:
         self.service.not_ready = None
         listener = socket.create_server(("127.0.0.1", self.port))
         self.port = listener.getsockname()[1]
-        http = protocol(settings.receive_timeout, self.service.connections)
+        http = protocol(settings.receive_timeout, self.service.connections, None)
         config = uvicorn.Config(
             apps.build(self.service), http=http, ws="none", log_config=None, access_log=False, lifespan="off"
         )

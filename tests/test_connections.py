@@ -133,9 +133,10 @@ def resident_kib(process: Process) -> int:
     return int(re.search(r"VmRSS:\s+(\d+)", status)[1])
 
 
-def test_a_flood_of_calls_on_one_connection_costs_that_connection(process):
+@pytest.mark.parametrize("more", ["", "Connection: Upgrade\r\nUpgrade: h2c\r\n"], ids=["", "upgrade"])
+def test_a_flood_of_calls_on_one_connection_costs_that_connection(process, more):
     """Nobody reads the replies of some hundred thousand calls."""
-    before, sent = resident_kib(process), b"GET /v1/x HTTP/1.1\r\n\r\n" * 2000
+    before, sent = resident_kib(process), f"GET /v1/x HTTP/1.1\r\n{more}\r\n".encode() * 2000
     for _ in range(20):
         with socket.create_connection(("127.0.0.1", process.port)) as flood, contextlib.suppress(ConnectionError):
             for _ in range(200):
@@ -143,6 +144,7 @@ def test_a_flood_of_calls_on_one_connection_costs_that_connection(process):
             pytest.fail("it was not shown out")
     assert httpx.get(f"{process.url}/livez").elapsed.total_seconds() < 1
     assert resident_kib(process) < before + 40_000
+    assert "Traceback" not in process.log.read_text()
 
 
 def test_as_many_calls_as_may_wait_are_answered_in_turn(process, connect):

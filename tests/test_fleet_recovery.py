@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import signal
+import socket
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvfold_client.errors import CompatMismatch, TransportError
-from kvfold_client.fleet import Fleet, NoWorker, Role, WorkerLost
+from kvfold_client.fleet import Fleet, NoWorker, Role, StaticPlane, WorkerLost
+from kvfold_client.fleet.connect import Line, connect
 from kvfold_client.replies import Exported
 from tests.fleet_cases import LOST, Sequence, Town, feed, other_pages, several_servers, towns
 from tests.service_cases import CSA, NAMES, SMALL, STREAM_TOKENS
+from tests.test_fleet_processes import start
 
 pytestmark = several_servers
 town = pytest.fixture(towns)
@@ -221,6 +230,81 @@ def test_compressors_that_stand_apart(town: Town):
         assert found.committed == dict.fromkeys(NAMES, 20) | {CSA: 30}
         with pytest.raises(ValueError, match="different positions"):
             _ = found.start
+
+
+# -- a worker that hangs -------------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_hangs(tmp_path: Path):
+    """SIGSTOP amid steps, with a fleet's defaults: told long before a lease ends; it may go on, and is used again."""
+    workers = start(tmp_path, ("p", "d", "e"))
+    try:
+        with Fleet(StaticPlane.from_file(tmp_path / "peers")) as fleet:
+            sequence = at_decode(fleet, release=False)
+            first = fleet.worker_for("r", "decode")
+            client, began = fleet.client(first.name), time.monotonic()
+            workers[first.name].stop()
+            with pytest.raises(TransportError, match="found dead"):
+                feed(client, "r", 70, 71)
+            assert time.monotonic() - began < 4.5
+            assert not client.live()  # at once
+            found = fleet.recover("r", "decode")
+            assert (found.start, found.source) == (45, "p")
+            assert time.monotonic() - began < 9
+            sequence.at = found.start
+            finish(sequence)
+            workers[first.name].signal(signal.SIGCONT)
+            while not fleet.client(first.name).live():
+                assert time.monotonic() - began < 60
+                time.sleep(0.05)
+            assert client.request("r")[CSA].committed >= 70
+    finally:
+        for worker in workers.values():
+            worker.kill()
+            worker.wait()
+
+
+def test_what_waits_on_a_line_ends_when_it_is_cut():
+    """Calls that may be sent twice, one that may not, one amid its body; what comes later is refused."""
+    line = Line()
+    with socket.create_server(("127.0.0.1", 0), backlog=8) as silent, ThreadPoolExecutor(4) as threads:
+        client = connect(f"http://127.0.0.1:{silent.getsockname()[1]}", None, timeout=20, retries=1, line=line)
+        rows = {CSA: np.zeros((20_000, 512), np.float32)}  # more than a socket takes
+        calls = (client.worker, lambda: client.truncate("r", 1), lambda: client.step([("r", 0, 20_000)], rows))
+        waiting = [threads.submit(call) for call in calls]
+        accepted = [silent.accept()[0] for _ in calls]
+        time.sleep(0.2)
+        assert not any(call.done() for call in waiting)
+        began = time.monotonic()
+        line.cut()
+        for call in waiting:
+            assert isinstance(call.exception(5), TransportError)
+        assert client.live() is False
+        with pytest.raises(TransportError, match="found dead"):
+            client.release("r")
+        assert time.monotonic() - began < 1
+        line.mend()
+        waiting = [threads.submit(client.live)]
+        accepted.append(silent.accept()[0])
+        accepted[-1].sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+        assert waiting[0].result(5) is True
+        for connection in accepted:
+            connection.close()
+        client.close()
+
+
+def test_a_worker_that_is_only_slow_is_not_cut_off(town: Town):
+    """Its engine is busy for longer than a dead worker is waited for, and it says all the time that it is there."""
+    town.add("p", "prefill")
+    with Fleet(StaticPlane.from_file(town.file, health_seconds=0.1)) as fleet:
+        client = fleet.client_for("r", "prefill")
+        engine = town.workers["p"].service.engine
+        busy = threading.Thread(target=lambda: asyncio.run(engine.call(lambda: time.sleep(3))))
+        busy.start()
+        began = time.monotonic()
+        feed(client, "r", 0, 20)
+        assert time.monotonic() - began > 2.5
+        busy.join()
 
 
 # -- under load ----------------------------------------------------------------------------------------------------

@@ -79,13 +79,16 @@ class Parser(httptools.HttpRequestParser):
         self._connection = connection
 
     def feed_data(self, data: bytes | memoryview) -> None:
-        try:
-            super().feed_data(data)
-        except httptools.HttpParserUpgrade as asked:
-            if self.get_method() == b"CONNECT":
-                raise httptools.HttpParserError("nothing is connected here") from None
-            super().feed_data(self._connection.head_without_upgrade(self.get_method()))
-            self.feed_data(memoryview(data)[asked.args[0] :])
+        rest = memoryview(data)
+        while not self._connection.transport.is_closing():
+            try:
+                super().feed_data(rest)
+                return
+            except httptools.HttpParserUpgrade as asked:
+                if self.get_method() == b"CONNECT":
+                    raise httptools.HttpParserError("nothing is connected here") from None
+                super().feed_data(self._connection.head_without_upgrade(self.get_method()))
+                rest = rest[asked.args[0] :]
 
 
 class Connection(HttpToolsProtocol):

@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 from ..client import Client
 from ..errors import CompatMismatch, NotReady, PeerFailed, TransportError, UnknownPeer, UnknownRequest
 from ..replies import Exported, RequestState
-from .connect import connect
+from .connect import Line, connect
 from .errors import FleetError, NoWorker, WorkerLost
 from .places import Place, Places
 from .plane import ControlPlane, Role, WorkerInfo
@@ -20,8 +20,8 @@ class Fleet:
     """Requests over several workers. Use it in a `with`; calls may come from several threads.
 
     A request is placed when it is first asked for, once for each role, and stays there when others join or leave.
-    `timeout` (seconds) and `retries` are those of the clients. Where a call names no error, it raises what the worker's
-    client does.
+    `timeout` (seconds) and `retries` are those of the clients; a call to a worker that the plane finds dead ends then.
+    Where a call names no error, it raises what the worker's client does.
     """
 
     def __init__(
@@ -35,7 +35,11 @@ class Fleet:
     ) -> None:
         self._plane = plane
         self._places = Places()
-        self._reach = Reach(plane, lambda url: connect(url, token, encoding=encoding, timeout=timeout, retries=retries))
+
+        def client(url: str, line: Line) -> Client:
+            return connect(url, token, encoding=encoding, timeout=timeout, retries=retries, line=line)
+
+        self._reach = Reach(plane, client)
         plane.open(token)
 
     def workers(self) -> tuple[WorkerInfo, ...]:

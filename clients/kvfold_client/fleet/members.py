@@ -36,7 +36,7 @@ class Members(ABC):
         self._seen: dict[str, WorkerInfo] = {}
         self._clients: dict[str, Client] = {}
         self._watchers: list[Callable[[WorkerInfo], None]] = []
-        self._lock = threading.RLock()
+        self._lock, self._telling = threading.RLock(), threading.RLock()
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -88,7 +88,8 @@ class Members(ABC):
         if members:
             with ThreadPoolExecutor(min(LOOKS_AT_A_TIME, len(members))) as threads:
                 list(threads.map(self._look, members.values()))
-        self._tell(left)
+        for worker in left:
+            self._tell(worker)
 
     def check(self, name: str) -> WorkerInfo:
         with self._lock:
@@ -114,7 +115,7 @@ class Members(ABC):
             changed = now != self._seen.get(peer.name)
             self._seen[peer.name] = now
         if changed:
-            self._tell([now])
+            self._tell(now)
         return now
 
     def _ask(self, peer: Peer, before: WorkerInfo | None) -> WorkerInfo:
@@ -134,12 +135,13 @@ class Members(ABC):
                 self._clients[url] = connect(url, self._token, timeout=ANSWER_S, retries=1)
             return self._clients[url]
 
-    def _tell(self, changed: Iterable[WorkerInfo]) -> None:
-        with self._lock:
-            watchers = list(self._watchers)
-        for info in changed:
+    def _tell(self, changed: WorkerInfo) -> None:
+        """What is known of it by now: two looks at once may end in any order, and the newest is told last."""
+        with self._telling:
+            with self._lock:
+                newest, watchers = self._seen.get(changed.name, changed), list(self._watchers)
             for watcher in watchers:
-                watcher(info)
+                watcher(newest)
 
 
 def _role(text: str) -> Role:

@@ -8,6 +8,7 @@ from typing import Literal, TypeVar
 from ..client import Client
 from ..errors import PeerFailed, RequestExists, TransportError, UnknownPeer
 from ..replies import Pulled
+from .connect import Line
 from .errors import NoWorker, WorkerLost
 from .places import Place
 from .plane import ControlPlane, WorkerInfo
@@ -20,12 +21,13 @@ _PAUSE_S = 0.1
 
 
 class Reach:
-    """`connect` makes the client of an address. Threads may share it."""
+    """`connect` makes the client of an address. A worker that the plane finds dead is cut off. Threads may share it."""
 
-    def __init__(self, plane: ControlPlane, connect: Callable[[str], Client]) -> None:
+    def __init__(self, plane: ControlPlane, connect: Callable[[str, Line], Client]) -> None:
         self.plane, self._connect = plane, connect
         self._lock = threading.Lock()
         self._clients: dict[str, Client] = {}
+        self._lines: dict[str, Line] = {}
         self._seen: dict[str, WorkerInfo] = {}
         plane.watch(self._changed)
 
@@ -46,7 +48,10 @@ class Reach:
     def client(self, worker: WorkerInfo) -> Client:
         with self._lock:
             if worker.url not in self._clients:
-                self._clients[worker.url] = self._connect(worker.url)
+                line = self._lines[worker.url] = Line()
+                self._clients[worker.url] = self._connect(worker.url, line)
+                if not self._seen.get(worker.name, worker).alive:
+                    line.cut()
             return self._clients[worker.url]
 
     def call(self, worker: WorkerInfo, call: Callable[[Client], T]) -> T:
@@ -95,4 +100,14 @@ class Reach:
             client.close()
 
     def _changed(self, worker: WorkerInfo) -> None:
-        self._seen[worker.name] = worker
+        """One that has left is not cut off: it may be ending what it has."""
+        is_member = worker.name in {member.name for member in self.plane.workers()}
+        with self._lock:
+            before, self._seen[worker.name] = self._seen.get(worker.name), worker
+            if before is not None and before.url != worker.url and before.url in self._lines:
+                self._lines[before.url].cut()
+            line = self._lines.get(worker.url)
+            if line is not None and worker.alive:
+                line.mend()
+            elif line is not None and is_member:
+                line.cut()
