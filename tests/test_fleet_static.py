@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -69,6 +71,14 @@ def test_only_workers_that_may_own_a_request_are_asked():
     assert {plane.owner(id, besides={"p", "x"}).name for id in IDS} == {"d"}
     with pytest.raises(NoWorker, match="prefill of compat z"):
         plane.owner("r", "prefill", compat="z")
+
+
+def test_what_of_an_id_is_hashed_is_the_callers_to_say(town: Town):
+    for name in ("a", "b", "c"):
+        town.add(name)
+    with town.fleet(placed_by=lambda id: id.partition(".")[0]) as fleet:
+        owners = {user: {fleet.worker_for(f"{user}.{i}").name for i in range(8)} for user in "stuvwxyz"}
+    assert owners == {user: {rendezvous(["a", "b", "c"], user)} for user in "stuvwxyz"}
 
 
 # -- the file ------------------------------------------------------------------------------------------------------
@@ -192,6 +202,27 @@ def test_a_slow_worker_is_asked_twice(town: Town, monkeypatch):
         late[0] = 2
         assert not plane.check("a").alive
         assert plane.check("a").accepting
+
+
+def test_the_newest_is_told_last():
+    """Two looks at once, and whoever is told of the first takes long."""
+    plane, told, first = Given(info("a")), [], threading.Event()
+    answers = [replace(info("a"), alive=False), info("a")]
+    plane._ask = lambda peer, before: answers.pop(0)  # type: ignore[method-assign]
+
+    def changed(worker: WorkerInfo) -> None:
+        if not worker.alive:
+            first.set()
+            time.sleep(0.3)
+        told.append(worker.alive)
+
+    plane.watch(changed)
+    thread = threading.Thread(target=plane.check, args=("a",))
+    thread.start()
+    assert first.wait(10)
+    plane.check("a")
+    thread.join()
+    assert told == [False, True]
 
 
 def test_a_worker_that_does_not_know_our_token(town: Town, tmp_path):

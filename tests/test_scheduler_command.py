@@ -6,6 +6,7 @@ import io
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from kvfold_client.scheduler import command, extra, progress, runs
 from kvfold_client.scheduler.lane import Tally
 from kvfold_client.scheduler.trace import read_trace
 from tests.fleet_cases import Town, towns
-from tests.service_cases import Process
+from tests.service_cases import SMALL, Process
 
 town = pytest.fixture(towns)
 SHORT = ["--requests", "6", "--input", "60", "--output", "8", "--longest", "200", "--rate", "50", "--budget", "64"]
@@ -96,13 +97,51 @@ def test_over_a_fleet(town: Town, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "hand-overs" in capsys.readouterr().out
 
 
+def test_a_seed_gives_the_same_over_several_workers(
+    town: Town, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To the byte, twice over one fleet, and what paper says of workers of these names."""
+    (tmp_path / "small.json").write_text(json.dumps(SMALL))
+    for name in ("prefill-0", "decode-0", "decode-1"):
+        town.add(name, "prefill" if name[0] == "p" else "decode", max_requests=32)
+    argv = ["--requests", "16", "--input", "40", "--output", "20", "--longest", "150", "--rate", "200"]
+    printed = []
+    for where in (["--peers", str(town.file)],) * 2 + (["--manifest", str(tmp_path / "small.json")],):
+        assert command.run([*argv, *where, "--drafts", "2", "--budget", "64", "--decode-workers", "2"]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] == printed[2]
+    assert all(worker.worker.totals["steps"] > 10 for worker in town.workers.values())
+
+
+def test_runs_of_one_seed_at_a_time(town: Town, capsys: pytest.CaptureFixture[str]) -> None:
+    """They keep out of each other's requests."""
+    town.add("p0", "prefill", max_requests=32)
+    town.add("d0", "decode", max_requests=32)
+    argv = ["--peers", str(town.file), "--check", "random:1", *SHORT]
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(command.run, (argv, argv))) == [0, 0]
+    assert capsys.readouterr().out.count("entries of 6 requests are the reference's") == 2
+
+
 REFUSED = [
     (["--url", "http://x:1", "--peers", "f"], "not both"),
     (["--clock", "real"], "paper has no real clock"),
     (["--drafts", "9"], "--drafts is 9, and the model's draft_slack 8"),
     (["--budget", "0"], "token budget of at least 1"),
     (["--trace", "nowhere.jsonl"], "cannot be read"),
-    (["--requests", "0"], "at least one request"),
+    (["--requests", "0"], "--requests must be from 1 to 10000000, not 0"),
+    (["--speed", "0"], "--speed must be from 0.001 to 1000000, not 0"),
+    (["--link-gb-s", "0"], "--link-gb-s must be from 1e-06 to"),
+    (["--step-us", "-1"], "--step-us must be from 0 to"),
+    (["--token-us", "1e300"], "--token-us must be from 0 to 1000000000, not 1e+300"),
+    (["--rate", "inf"], "--rate must be from 1e-06 to 1000000, not inf"),
+    (["--rate", "nan"], "not nan"),
+    (["--rate", "1e-6", "--requests", "1000"], "1000 requests at 1e-06 a second take longer than 1e+10 ms"),
+    (["--input", "1e300"], "--input must be from 1 to 1000000000"),
+    (["--longest", "0"], "--longest must be from 1 to"),
+    (["--seed", "-1"], "--seed must be from 0 to 18446744073709551615, not -1"),
+    (["--json", "/nowhere/result.json"], "--json /nowhere/result.json cannot be written: No such file"),
+    (["--write-trace", "/nowhere/trace"], "trace trace cannot be written: No such file"),
     (["--manifest", "nothing"], "no preset 'nothing'"),
     (["--manifest", "tiny", "--input", "9000", "--requests", "3"], "give --longest 8192"),
     (["--prefill-workers", "0"], "must be 1 or more"),
@@ -119,6 +158,18 @@ def test_what_is_refused(argv: list[str], words: str, capsys: pytest.CaptureFixt
     assert words in printed.err
     assert printed.err.startswith("kvfold simulate: ")
     assert printed.err.count("\n") == 1
+
+
+def test_a_result_that_cannot_be_kept_is_told_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a run that fails leaves nothing in its place, but what was there before."""
+    monkeypatch.setattr(runs.Scene, "run", lambda self: pytest.fail("it ran"))
+    assert command.run([*SHORT, "--json", str(tmp_path)]) == 2
+    kept, new = tmp_path / "kept", tmp_path / "new"
+    kept.write_text("what was there")
+    for path in (kept, new):
+        assert command.run([*SHORT, "--manifest", "nothing", "--json", str(path)]) == 2
+    assert kept.read_text() == "what was there"
+    assert not new.exists()
 
 
 def test_a_fleet_of_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,11 +38,17 @@ GOOD = {"timestamp": 1, "input_length": 600, "output_length": 2, "hash_ids": [1,
         ("{", "line 2: not JSON"),
         ("[1]", "must be an object"),
         (json.dumps(GOOD | {"timestamp": None}), "timestamp must be a number"),
-        (json.dumps(GOOD | {"timestamp": -1}), "0 or more"),
+        ("[" * 100_000, "nested too deep"),
+        (json.dumps(GOOD | {"timestamp": -1}), "from 0 to 1e+10 ms"),
+        (json.dumps(GOOD | {"timestamp": 1e300}), "from 0 to 1e+10 ms"),
+        (json.dumps(GOOD | {"timestamp": 10**400}), "from 0 to 1e+10 ms"),
+        (json.dumps(GOOD | {"timestamp": float("inf")}), "from 0 to 1e+10 ms"),
+        (json.dumps(GOOD | {"timestamp": "x" * 1000}), "must be a number, not 'xxxx"),
+        (json.dumps(GOOD | {"input_length": 10**4000}), "whole numbers from 1 to"),
         (json.dumps(GOOD | {"timestamp": True}), "timestamp must be a number, not True"),
         ('{"timestamp": NaN, "input_length": 1, "output_length": 1}', "must be a number, not nan"),
-        (json.dumps(GOOD | {"input_length": 0}), "whole numbers of at least 1"),
-        (json.dumps(GOOD | {"output_length": 1.5}), "whole numbers of at least 1"),
+        (json.dumps(GOOD | {"input_length": 0}), "whole numbers from 1 to 1000000000"),
+        (json.dumps(GOOD | {"output_length": 1.5}), "whole numbers from 1 to 1000000000"),
         (json.dumps(GOOD | {"hash_ids": [1]}), "600 tokens have 2 hash_ids, not 1"),
         (json.dumps(GOOD | {"hash_ids": "12"}), "list of whole numbers"),
     ],
@@ -54,6 +60,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, words: str) -> None:
         read_trace(path)
     assert words in str(caught.value)
     assert "trace.jsonl, line 2" in str(caught.value)
+    assert len(str(caught.value)) < 150
 
 
 def test_no_request_and_no_file(tmp_path: Path) -> None:

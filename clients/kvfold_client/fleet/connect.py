@@ -80,4 +80,5 @@ def connect(
     retries: int = 3,
     line: Line | None = None,
 ) -> Client:
-    return Client(url, token, encoding=encoding, timeout=timeout, retries=retries, transport=line or Line())
+    transport = httpx.HTTPTransport(verify=_tls()) if line is None else line
+    return Client(url, token, encoding=encoding, timeout=timeout, retries=retries, transport=transport)

@@ -1,6 +1,7 @@
 """The fleet's calls, the same on every control plane."""
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Literal, Self
 
@@ -21,7 +22,8 @@ class Fleet:
 
     A request is placed when it is first asked for, once for each role, and stays there when others join or leave.
     `timeout` (seconds) and `retries` are those of the clients; a call to a worker that the plane finds dead ends then.
-    Where a call names no error, it raises what the worker's client does.
+    `placed_by` says what of a request's id is hashed. Where a call names no error, it raises what the worker's client
+    does.
     """
 
     def __init__(
@@ -32,8 +34,9 @@ class Fleet:
         encoding: Literal["frame", "msgpack"] = "frame",
         timeout: float | None = 30.0,
         retries: int = 1,
+        placed_by: Callable[[str], str] = str,
     ) -> None:
-        self._plane = plane
+        self._plane, self._placed_by = plane, placed_by
         self._places = Places()
 
         def client(url: str, line: Line) -> Client:
@@ -55,7 +58,7 @@ class Fleet:
         place = self._places.get(request_id, role)
         if place is not None:
             return self._reach.living(request_id, place)
-        owner = self._plane.owner(request_id, role)
+        owner = self._owner(request_id, role)
         self._places.put(request_id, role, owner)
         return owner
 
@@ -78,7 +81,7 @@ class Fleet:
         """
         began, role = time.monotonic(), self._places.role(request_id)
         source = self.worker_for(request_id, role)
-        target = self._plane.owner(request_id, to, besides={source.name} if to == role else (), compat=source.compat)
+        target = self._owner(request_id, to, besides={source.name} if to == role else (), compat=source.compat)
         if target.name == source.name:
             self._places.put(request_id, to, target)
             return Moved.nothing(request_id, source.name, self._ask(source, request_id))
@@ -110,7 +113,7 @@ class Fleet:
         for copy in best_first(self.workers(), lambda worker: self._ask(worker, request_id), kept):
             with suppress(FleetError, PeerFailed, UnknownRequest, CompatMismatch, UnknownPeer):  # then the next best
                 return self._go_on_from(copy, request_id, role)
-        target = self._plane.owner(request_id, role)
+        target = self._owner(request_id, role)
         self._reach.call(target, lambda client: client.release(request_id))  # a copy without its first entries
         self._places.put(request_id, role, target)
         return Recovered(request_id, target.name, {}, None, None)
@@ -139,6 +142,9 @@ class Fleet:
     def __exit__(self, *exc_info: Any) -> None:
         self.close()
 
+    def _owner(self, request_id: str, role: Role, **wanted: Any) -> WorkerInfo:
+        return self._plane.owner(self._placed_by(request_id), role, **wanted)
+
     def _ask(self, worker: WorkerInfo, request_id: str) -> RequestState:
         return self._reach.call(worker, lambda client: client.request(request_id))
 
@@ -157,7 +163,7 @@ class Fleet:
         if isinstance(holder, WorkerInfo) and holder.takes(role):
             target = holder
         else:
-            target, began = self._plane.owner(request_id, role, compat=copy.compat), time.monotonic()
+            target, began = self._owner(request_id, role, compat=copy.compat), time.monotonic()
             self._reach.call(target, lambda client: client.release(request_id))  # it has less
             if isinstance(holder, WorkerInfo):
                 pulled = self._reach.pull(request_id, holder, target, "auto")

@@ -3,16 +3,17 @@
 import argparse
 import json
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ..errors import KvfoldError
 from ..tokens import token_of_file
-from . import runs, scale
+from . import runs, scale, trace
 from .compose import Policy
 from .costs import Costs
 from .launches import LaunchModel
-from .trace import TraceError, write_trace
 
 EXAMPLES = """
 what is simulated
@@ -35,6 +36,20 @@ compressors by launch times measured on an H200; the first two are assumptions. 
 time, and what is told is what the workers took.
 """
 
+RANGES: dict[str, tuple[float, float]] = {
+    "requests": (1, 10**7),
+    "rate": (1e-6, 10**6),
+    "input": (1, trace.LONGEST),
+    "output": (1, trace.LONGEST),
+    "longest": (1, 2 * trace.LONGEST),
+    "seed": (0, 2**64 - 1),
+    "speed": (1e-3, 10**6),
+    "step_us": (0, 10**9),
+    "token_us": (0, 10**9),
+    "link_gb_s": (1e-6, 10**6),
+}
+"""Option → least and most, both allowed."""
+
 
 def run(argv: list[str]) -> int:
     """Play an arrival trace through a simulated scheduler: on paper, over one worker, or over a fleet."""
@@ -43,16 +58,43 @@ def run(argv: list[str]) -> int:
         if options.scale:
             print(scale.page())
             return 0
-        result = _run(options)
-    except (KvfoldError, TraceError, ValueError, OSError) as error:
+        _check(options)
+        with _result_file(options.json) as keep:
+            keep(_run(options))
+    except (KvfoldError, trace.TraceError, ValueError, OSError) as error:
         print(f"kvfold simulate: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("kvfold simulate: stopped", file=sys.stderr)
         return 130
-    if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raises ValueError for a number that is out of its range."""
+    for name, (least, most) in RANGES.items():
+        value = getattr(options, name)
+        if value is not None and not least <= value <= most:
+            raise ValueError(f"--{name.replace('_', '-')} must be from {least} to {most}, not {value}")
+
+
+@contextmanager
+def _result_file(path: Path | None) -> Iterator[Callable[[dict[str, Any]], Any]]:
+    """What writes the result. Opened before the run, which may take hours; a run that fails leaves no file behind."""
+    if path is None:
+        yield lambda result: None
+        return
+    was_there = path.exists()
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise ValueError(f"--json {path} cannot be written: {error.strerror}") from None
+    try:
+        yield lambda result: path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    except BaseException:
+        if not was_there:
+            path.unlink(missing_ok=True)
+        raise
 
 
 def _run(options: argparse.Namespace) -> dict[str, Any]:
@@ -71,7 +113,7 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
     )
     with runs.scene(options, policy, costs) as scene:
         if options.write_trace is not None:
-            write_trace(options.write_trace, scene.trace)
+            trace.write_trace(options.write_trace, scene.trace)
         return scene.compare() if options.compare else scene.run()
 
 

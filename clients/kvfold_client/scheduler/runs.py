@@ -18,7 +18,7 @@ from .extra import load
 from .rows import RowSource, draft_slack_of, shapes_of
 from .simulation import Simulation
 from .trace import Arrival, fit, read_trace, shared_tokens, synthetic
-from .workers import FleetWorkers, OneWorker, OnPaper, SimulationError, Workers
+from .workers import FleetWorkers, OneWorker, OnPaper, SimulationError, Workers, place_in_trace
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def scene(options: Namespace, policy: Policy, costs: Costs) -> Iterator[Scene]:
         with Client(options.url, options.token, retries=1) as client:
             yield _scene(options, policy, costs, client.manifest(), OneWorker(client))
     elif options.peers is not None:
-        with Fleet(StaticPlane.from_file(options.peers), options.token) as fleet:
+        with Fleet(StaticPlane.from_file(options.peers), options.token, placed_by=place_in_trace) as fleet:
             names = [worker.name for worker in fleet.workers() if worker.accepting]
             if not names:
                 raise SimulationError(f"no worker of {options.peers.name} takes steps")

@@ -8,6 +8,7 @@ block and all before it, so that equal ids are a shared prefix.
 
 import json
 import math
+import reprlib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,6 +17,10 @@ from typing import Any
 import numpy as np
 
 BLOCK_TOKENS = 512
+LATEST_MS = 1e10
+"""Of a timestamp: 116 days. Beyond that a µs is too little to be counted."""
+LONGEST = 10**9
+"""Tokens of a prompt or an output."""
 
 
 class TraceError(ValueError):
@@ -53,8 +58,11 @@ def read_trace(path: Path) -> tuple[Arrival, ...]:
 
 
 def write_trace(path: Path, trace: Iterable[Arrival]) -> None:
-    """One line an arrival, as `read_trace` reads them."""
-    path.write_text("".join(json.dumps(asdict(arrival)) + "\n" for arrival in trace), encoding="utf-8")
+    """One line an arrival, as `read_trace` reads them. Raises TraceError."""
+    try:
+        path.write_text("".join(json.dumps(asdict(arrival)) + "\n" for arrival in trace), encoding="utf-8")
+    except OSError as error:
+        raise TraceError(f"trace {path.name} cannot be written: {error.strerror}") from None
 
 
 def _arrival(line: str, where: str) -> Arrival:
@@ -62,12 +70,16 @@ def _arrival(line: str, where: str) -> Arrival:
         fields = json.loads(line)
     except ValueError as error:
         raise TraceError(f"{where}: not JSON: {error}") from None
+    except RecursionError:
+        raise TraceError(f"{where}: nested too deep for a request") from None
     if not isinstance(fields, dict):
         raise TraceError(f"{where}: must be an object with timestamp, input_length, output_length, hash_ids")
     timestamp = _number(fields, "timestamp", where)
     input_length, output_length = (_number(fields, name, where) for name in ("input_length", "output_length"))
-    if timestamp < 0 or not all(type(length) is int and length >= 1 for length in (input_length, output_length)):
-        raise TraceError(f"{where}: timestamp must be 0 or more, the lengths whole numbers of at least 1")
+    if not 0 <= timestamp <= LATEST_MS:
+        raise TraceError(f"{where}: timestamp must be from 0 to {LATEST_MS:g} ms")
+    if not all(type(length) is int and 1 <= length <= LONGEST for length in (input_length, output_length)):
+        raise TraceError(f"{where}: the lengths must be whole numbers from 1 to {LONGEST}")
     hash_ids = fields.get("hash_ids", [])
     if not isinstance(hash_ids, list) or not all(type(id) is int for id in hash_ids):
         raise TraceError(f"{where}: hash_ids must be a list of whole numbers")
@@ -79,8 +91,8 @@ def _arrival(line: str, where: str) -> Arrival:
 
 def _number(fields: dict[str, Any], name: str, where: str) -> Any:
     value: Any = fields.get(name)
-    if type(value) not in (int, float) or not math.isfinite(value):
-        raise TraceError(f"{where}: {name} must be a number, not {value!r}")
+    if type(value) not in (int, float) or value != value:
+        raise TraceError(f"{where}: {name} must be a number, not {reprlib.repr(value)}")
     return value
 
 
@@ -107,6 +119,8 @@ def synthetic(
     random = np.random.Generator(np.random.Philox(key=seed))
     timestamps = np.cumsum(random.exponential(1000 / rate, num_requests))
     timestamps -= timestamps[0]
+    if not timestamps[-1] <= LATEST_MS:
+        raise TraceError(f"{num_requests} requests at {rate:g} a second take longer than {LATEST_MS:g} ms")
     inputs, outputs = (_lengths(random, mean, spread, num_requests) for mean in (mean_input, mean_output))
     arrivals: list[Arrival] = []
     next_id = 0

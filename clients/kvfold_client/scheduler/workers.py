@@ -89,6 +89,11 @@ class OneWorker:
         self._client.release(request.id)
 
 
+def place_in_trace(request_id: str) -> str:
+    """What a fleet places a request RUN.NUMBER by: its number. Runs keep out of each other's ids, and place alike."""
+    return request_id.rpartition(".")[2]
+
+
 class FleetWorkers:
     """A fleet's workers. `keep_copies`: a prefill worker keeps what it handed over; a death costs what was decoded."""
 
