@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -18,7 +19,16 @@ import ray
 import torch
 
 from kvfold_client.fleet import Fleet, RayPlane
-from kvfold_service.control.ray import Slot, describe, start_workers, stop_workers, worker_names
+from kvfold_service.control.ray import (
+    ClusterError,
+    RayWorker,
+    Slot,
+    describe,
+    describe_workers,
+    start_workers,
+    stop_workers,
+    worker_names,
+)
 from tests import fleet_story
 from tests.service_cases import SMALL
 
@@ -38,6 +48,7 @@ def main(folder: Path) -> dict[str, Any]:
     urls = start_workers(slots, argv, namespace=NAMESPACE, host="127.0.0.1")
     told["free_slots"] = ray.available_resources().get("slot", 0)
     try:
+        told["no_place"] = no_place(argv)
         with Fleet(RayPlane(namespace=NAMESPACE)) as fleet:
             until(fleet, lambda: len(fleet.workers()) == 3)
             told["found"] = {worker.name: (worker.url == urls[worker.name], worker.role) for worker in fleet.workers()}
@@ -50,6 +61,52 @@ def main(folder: Path) -> dict[str, Any]:
     finally:
         ray.shutdown()
     return told
+
+
+def no_place(argv: list[str]) -> dict[str, Any]:
+    """One worker more than there are slots."""
+    slot = Slot("x", num_cpus=0, resources={"slot": 1})
+    how: dict[str, Any] = {"namespace": NAMESPACE, "host": "127.0.0.1"}
+    told: dict[str, Any] = {"end": refusal(lambda: start_workers([slot], argv, wait_seconds=1, **how))}
+    told["names"] = worker_names(NAMESPACE)
+    told["taken"] = refusal(lambda: start_workers([Slot("d")], argv, **how))
+    began = time.monotonic()
+    told["ctrl_c"] = interrupted(argv)
+    told["ctrl_c_s"] = time.monotonic() - began
+    bad = Slot("x", num_cpus=0)
+    told["fails"] = refusal(lambda: start_workers([bad], ["--nonsense"], say=lambda _: None, **how))
+    assert worker_names(NAMESPACE) == told["names"]
+    options = {"name": "kvfold.worker.x", "namespace": NAMESPACE, "lifetime": "detached", "resources": {"slot": 1}}
+    actor: Any = ray.remote(RayWorker)
+    actor.options(num_cpus=0, **options).remote(None, "x", "any", argv, None)  # as a start that was killed leaves it
+    told["listed"] = describe_workers(NAMESPACE)
+    told["unknown"] = refusal(lambda: stop_workers(["nobody"], NAMESPACE))
+    began = time.monotonic()
+    told["stopped"] = stop_workers(["x"], NAMESPACE)
+    told["stopped_s"] = time.monotonic() - began
+    return told
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except ClusterError as error:
+        return str(error)
+    raise AssertionError("it was done")
+
+
+def interrupted(argv: list[str]) -> tuple[int, list[str]]:
+    """`kvfold fleet start` as a user runs it, and Ctrl-C when it has said something: its status and what it said."""
+    words = ["-m", "kvfold_client.cli", "fleet", "start", "--worker", "x", "--cpus", "0", "--resource", "slot=1"]
+    where = ["--namespace", NAMESPACE, "--address", ray.get_runtime_context().gcs_address]
+    with subprocess.Popen([sys.executable, *words, *where, "--", *argv], stderr=subprocess.PIPE, text=True) as process:
+        said = []
+        for line in process.stderr or ():
+            if line.startswith("kvfold fleet: "):
+                said.append(line.strip())
+                if len(said) == 1:
+                    process.send_signal(signal.SIGINT)
+    return process.returncode, said
 
 
 def go_through(fleet: Fleet, told: dict[str, Any]) -> None:

@@ -46,8 +46,28 @@ def test_three_workers_on_ray(tmp_path_factory):
     assert told["orphan"] is False  # a worker ends with its actor
     assert told["object_store_bytes"] < 100_000  # no tensor: 90 tokens of one request have 300,000 bytes of rows
     assert told["codes"] == {"d": 0, "e": 0, "p": 0}
+    _no_place(told["no_place"])
     assert told["left"] == []
     assert not any(alive(pid) for pid in told["pids"])
+
+
+def _no_place(told: dict) -> None:
+    """What is said of a worker that finds no slot: by start, at its end and at Ctrl-C, by list and by stop."""
+    waits = "worker x waits for a place: it asks for 1 slot (0 of 3 free)"
+    assert told["end"] == f"after 1 s {waits}"
+    assert told["names"] == ["d", "e", "p"]
+    assert told["taken"] == "there is a worker d in this fleet already"
+    assert told["ctrl_c"] == [
+        130,
+        [f"kvfold fleet: {waits}", "kvfold fleet: interrupted; no worker of this call is left"],
+    ]
+    assert told["ctrl_c_s"] < 30
+    assert told["fails"] == "worker x did not start: kvfold serve ended with status 2 before it was ready; see its log"
+    assert told["listed"]["x"] == "waiting: its actor has no place yet, or does not answer"
+    assert told["listed"]["d"].startswith("http://127.0.0.1:")
+    assert told["unknown"] == "there is no worker nobody in this fleet"
+    assert told["stopped"] == {"x": None}
+    assert told["stopped_s"] < 10
 
 
 # -- the directory -------------------------------------------------------------------------------------------------
@@ -177,8 +197,7 @@ def cluster(monkeypatch) -> list[tuple]:
     for name in ("start_workers", "stop_workers"):
         record = partial(lambda name, *args, **options: made.append((name, *args, options)), name)
         monkeypatch.setattr(f"kvfold_service.control.ray.{name}", record)
-    monkeypatch.setattr("kvfold_service.control.ray.worker_names", lambda namespace: ["d0"])
-    monkeypatch.setattr("kvfold_service.control.ray.describe", lambda name, namespace: {"url": "http://h:1"})
+    monkeypatch.setattr("kvfold_service.control.ray.describe_workers", lambda namespace: {"d0": "http://h:1"})
     return made
 
 
@@ -190,7 +209,12 @@ def test_the_command(cluster, capsys):
     slots = [Slot("p0", "prefill", 1, 1, {"slot": 2}), Slot("d0", "any", 1, 1, {"slot": 2})]
     assert cluster == [
         ("init", "auto", "n"),
-        ("start_workers", slots, serve, {"namespace": "n", "host": "127.0.0.1"}),
+        (
+            "start_workers",
+            slots,
+            serve,
+            {"namespace": "n", "host": "127.0.0.1", "wait_seconds": 300, "say": command._say},
+        ),
     ]
     assert capsys.readouterr().out == "d0 http://h:1\n"
     cluster.clear()
@@ -213,10 +237,20 @@ def test_a_command_that_lacks_something(cluster, capsys, words):
     assert cluster == []
 
 
+@pytest.mark.parametrize("seconds", ["0", "nan", "inf", "soon"])
+def test_a_time_that_is_none(capsys, seconds):
+    with pytest.raises(SystemExit, match="2"):
+        command.run(["start", "--worker", "a", "--wait-seconds", seconds, "--", "--manifest", "tiny"])
+    assert "--wait-seconds" in capsys.readouterr().err
+
+
 def test_no_cluster_is_one_sentence(monkeypatch, capsys):
     def fail(*args, **options):
         raise ConnectionError("Could not find any running Ray instance.\nPlease specify one.")
 
     monkeypatch.setattr("ray.init", fail)
     assert command.run(["list"]) == 1
-    assert capsys.readouterr().err == "kvfold fleet: Please specify one.\n"
+    assert capsys.readouterr().err == (
+        "kvfold fleet: no Ray cluster at auto: give --address, or `ray start --head` "
+        "(Could not find any running Ray instance.)\n"
+    )

@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 EXAMPLES = """
 what it needs
   A Ray cluster that runs already (`ray start --head`), of which this machine is a part; pip install 'kvfold[ray]'.
   Each worker has an actor, which Ray places by what it takes (--gpus, --cpus, --resource) and which starts the worker
   again when it ends: with nothing in it, and under a new epoch. Clients find the workers by RayPlane.
+
+start waits until all are ready, and says for what. Ctrl-C, a worker that fails, and --wait-seconds leave none of them.
 
 examples
   kvfold fleet start --worker p0=prefill --worker d0=decode --gpus 1 -- --manifest tiny --weights random:1
@@ -32,26 +35,42 @@ def run(argv: list[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    import ray
     from ray.exceptions import RayError
 
-    from kvfold_service.control import ray as cluster
+    from kvfold_service.control.ray import ClusterError
 
     try:
-        ray.init(options.address, namespace=options.namespace, log_to_driver=False, configure_logging=False)
-        if starts:
-            slots = [
-                cluster.Slot(name, role, options.gpus, options.cpus, options.resource) for name, role in options.worker
-            ]
-            cluster.start_workers(slots, serve, namespace=options.namespace, host=options.host)
-        elif options.action == "stop":
-            cluster.stop_workers([name for name, _ in options.worker] or None, options.namespace)
-        for name in cluster.worker_names(options.namespace):
-            print(name, cluster.describe(name, options.namespace)["url"])
-    except (RayError, ConnectionError, ValueError) as error:
-        print(f"kvfold fleet: {str(error).strip().splitlines()[-1]}", file=sys.stderr)
+        _do(options, serve)
+    except KeyboardInterrupt:
+        _say("interrupted" + ("; no worker of this call is left" if starts else ""))
+        return 130
+    except ClusterError as error:
+        _say(str(error))
+        return 1
+    except (RayError, ValueError) as error:
+        _say(f"Ray refused: {type(error).__name__}: {str(error).strip().splitlines()[0]}")
         return 1
     return 0
+
+
+def _do(options: argparse.Namespace, serve: list[str]) -> None:
+    from kvfold_service.control import ray as cluster
+
+    cluster.connect(options.address, options.namespace)
+    if options.action == "start":
+        slots = [
+            cluster.Slot(name, role, options.gpus, options.cpus, options.resource) for name, role in options.worker
+        ]
+        how: dict[str, Any] = {"namespace": options.namespace, "host": options.host, "say": _say}
+        cluster.start_workers(slots, serve, wait_seconds=options.wait_seconds, **how)
+    elif options.action == "stop":
+        cluster.stop_workers([name for name, _ in options.worker] or None, options.namespace)
+    for name, words in cluster.describe_workers(options.namespace).items():
+        print(name, words)
+
+
+def _say(sentence: str) -> None:
+    print(f"kvfold fleet: {sentence}", file=sys.stderr, flush=True)
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -79,6 +98,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--resource", type=_resource, default={}, metavar="NAME=AMOUNT", help="a custom resource that each worker takes"
     )
+    parser.add_argument(
+        "--wait-seconds",
+        type=_seconds,
+        default=300.0,
+        metavar="S",
+        help="start: how long workers may take until they are ready; then none is left (default: 300)",
+    )
     parser.add_argument("--host", help="what each worker listens on (default: its node's address, which wants tokens)")
     return parser
 
@@ -88,6 +114,13 @@ def _worker(text: str) -> tuple[str, str]:
     if role not in ("", "prefill", "decode", "any") or not name:
         raise argparse.ArgumentTypeError("a worker is NAME or NAME=prefill, decode or any")
     return name, role or "any"
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < float("inf"):
+        raise ValueError(text)
+    return seconds
 
 
 def _resource(text: str) -> dict[str, float]:
