@@ -14,8 +14,9 @@ import pytest
 
 from kvfold_client import Client, wire
 from kvfold_client.errors import ApiError, PeerFailed, PoolExhausted, QueueFull, RequestExists, UnknownRequest
+from kvfold_kernels import backends
 from tests.fleet_cases import Local, Town, feed, other_pages, several_servers, towns
-from tests.service_cases import CSA, HCA, NAMES, RATIO, stream
+from tests.service_cases import CSA, HCA, NAMES, RATIO, SMALL, alone, stream
 
 pytestmark = several_servers
 town = pytest.fixture(towns)
@@ -24,11 +25,23 @@ Spoil = Callable[[str, bytes], bytes | None]
 """(path, body of the reply) → what is sent instead; None: the connection is cut in the middle of it."""
 
 
+def _renews(path: str, sent: bytes) -> bool:
+    """A call for no entries."""
+    if not path.endswith("/entries"):
+        return False
+    message = wire.decode(wire.MSGPACK, sent)
+    return message["from_entry"] == message["to_entry"]
+
+
 class Between:
-    """A peer that passes everything on to another, but for what a test spoils."""
+    """A peer that passes everything on to another, but for what a test spoils, which no renewal of a lease is."""
 
     def __init__(self, url: str) -> None:
         self.spoil: Spoil = lambda path, body: body
+        self.renewals: list[float] = []
+        """When they came."""
+        self.in_chunks = ""
+        """Replies to calls with this end do not say how long they are."""
         self.silent, self.livez_answers = threading.Event(), True
         between, http = self, httpx.Client(base_url=url)
 
@@ -48,10 +61,19 @@ class Between:
                     return
                 wanted = {name: self.headers[name] for name in ("Accept", "Content-Type") if name in self.headers}
                 reply = http.request(self.command, self.path, content=sent, headers=wanted)
-                body = between.spoil(self.path, reply.content)
+                body = reply.content
+                if _renews(self.path, sent):
+                    between.renewals.append(time.monotonic())
+                else:
+                    body = between.spoil(self.path, body)
                 self.send_response(reply.status_code)
-                self.send_header("Content-Type", reply.headers["Content-Type"])
-                self.send_header("Content-Length", str(len(reply.content if body is None else body)))
+                is_json = body is not None and body[:1] in (b"[", b"{")
+                self.send_header("Content-Type", "application/json" if is_json else reply.headers["Content-Type"])
+                if between.in_chunks and self.path.endswith(between.in_chunks):
+                    self.send_header("Transfer-Encoding", "chunked")
+                    body = b"%x\r\n%s\r\n0\r\n\r\n" % (len(reply.content), reply.content)
+                else:
+                    self.send_header("Content-Length", str(len(reply.content if body is None else body)))
                 self.end_headers()
                 self.wfile.write(reply.content[: len(reply.content) // 2] if body is None else body)
                 self.close_connection = body is None
@@ -59,8 +81,10 @@ class Between:
             def log_message(self, format: str, *args: Any) -> None:
                 pass
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
+        class Server(ThreadingHTTPServer):
+            daemon_threads, request_queue_size = True, 128
+
+        self.server = Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
         self._thread = threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True)
         self._thread.start()
@@ -76,9 +100,9 @@ class Between:
 class Case:
     """A giver with request `r` of 45 tokens, a taker that knows it as `p`, and something in between."""
 
-    def __init__(self, town: Town, **options: Any) -> None:
-        self.giver: Local = town.add("giver")
-        self.taker: Local = town.add("taker", manifest=other_pages(), **options)
+    def __init__(self, town: Town, manifests: tuple[Any, Any] = (SMALL, other_pages()), **options: Any) -> None:
+        self.giver: Local = town.add("giver", manifest=manifests[0])
+        self.taker: Local = town.add("taker", manifest=manifests[1], **options)
         self.between = Between(self.giver.url)
         town.file.write_text(f"p {self.between.url}\n")
         self.give, self.take = Client(self.giver.url), Client(self.taker.url, retries=0)
@@ -175,21 +199,32 @@ CHANGED: dict[str, tuple[str, Spoil]] = {
     "a digest": ("corrupt", on("/v1/verify", _digest)),
     "digests of fewer pages": ("changed", on("/v1/verify", lambda m: m["pages"].pop())),
     "no digests": ("changed", on("/v1/verify", lambda m: m.update(pages=[]))),
-    "digests of another form": ("refused", on("/v1/verify", lambda m: m.update(pages=[1]))),
-    "an entry too far": ("changed", on("/v1/verify", lambda m: m["pages"][-1].update(num_entries=9))),
+    "digests of another form": ("refused", on("/v1/verify", lambda m: m.update(pages=[1] * len(m["pages"])))),
+    "digests of a number": ("refused", on("/v1/verify", lambda m: m.update(pages=5))),
+    "digests of half an entry": ("refused", on("/v1/verify", lambda m: m["pages"][0].update(num_entries=1.5))),
+    "an entry too far": ("changed", on("/v1/verify", lambda m: m["pages"][0].update(num_entries=9))),
     "entries of another place": ("changed", on("/entries", lambda m: m.update(first_entry=1))),
     "no entries": ("refused", on("/entries", lambda m: m.pop("entries"))),
     "entries of another dtype": ("changed", on("/entries", lambda m: m["entries"].update(dtype="fp8_e4m3"))),
     "entries of another size": ("refused", on("/entries", lambda m: m["entries"].update(shape=[3, 136]))),
     "no size": ("refused", on("/v1/worker", lambda m: m.pop("max_body_bytes"))),
+    "a size below nothing": ("refused", on("/v1/worker", lambda m: m.update(max_body_bytes=-5))),
     "no mover of ours": ("refused", on("/v1/worker", lambda m: m.update(movers=["pigeon"]))),
+    "a number of movers": ("refused", on("/v1/worker", lambda m: m.update(movers=5))),
     "another committed": ("changed", _part(GET, committed=44)),
     "a compressor less": ("changed", on(GET, lambda m: m["compressors"].pop(CSA))),
+    "a compressor that only the pages are of": ("changed", on("/export", lambda m: m["compressors"].pop(CSA))),
+    "no compressors": ("refused", on(GET, lambda m: m.update(compressors=None))),
+    "a number for a compressor": ("refused", on(GET, lambda m: m["compressors"].update({CSA: 5}))),
     "no pages": ("refused", _part(GET, pages=None)),
+    "fewer pages": ("changed", on(GET, lambda m: m["compressors"][CSA]["pages"].pop())),
+    "no page": ("changed", _part(GET, pages=[])),
     "entries from later on": ("changed", _part(GET, first_entry=1)),
     "entries from nowhere on": ("refused", _part(GET, first_entry=99)),
     "no message": ("refused", lambda path, body: b"\xc1" if path.endswith("/export") else body),
     "no JSON": ("refused", lambda path, body: b"{" if path == "/v1/worker" else body),
+    "half a character": ("refused", lambda path, body: b'{"\\ud800": 1}' if path.endswith("/export") else body),
+    "too deep": ("refused", lambda path, body: b"[" * 99999 if path == "/v1/worker" else body),
     "too much": ("refused", lambda path, body: body + bytes(5000) if path.endswith("/entries") else body),
     "cut off": ("died", lambda path, body: None if path.endswith("/entries") else body),
 }
@@ -200,17 +235,27 @@ def test_a_peer_that_answers_wrongly(case: Case):
     for what, (reason, spoil) in CHANGED.items():
         print(what)
         case.fails(reason, spoil)
+    for call in ("/v1/worker", GET, "/export", "/entries", "/v1/verify"):
+        print("a list from", call)
+        error = case.fails("refused", lambda path, body, call=call: b"[]" if path.endswith(call) else body)
+        assert "cannot be read" in str(error)
+    case.between.in_chunks = "/export"
+    assert "does not say its length" in str(case.fails("refused", lambda path, body: body))
+    case.between.in_chunks = ""
     case.fails("refused", _part("/export", committed=46), refusal="bad_shape")
     stranger = on("/export", lambda m: m["compressors"].update(x=m["compressors"][CSA]))
     case.fails("refused", stranger, refusal="unknown_compressor")
+    case.between.spoil = on("/export", lambda m: m.update(id="s"))  # what it is called is ours to say
     case.take.pull("r", "p")
+    assert [id for _, id in case.taker.worker.requests] == ["r"]
 
 
-def test_a_request_that_is_another_by_now(case: Case):
+@pytest.mark.parametrize("behind", [GET, "/export", "/entries"])
+def test_a_request_that_is_another_by_now(case: Case, behind):
     """Released and fed anew under its id, as long as before: only the handles tell, and they do."""
 
     def spoil(path: str, body: bytes) -> bytes:
-        if path == "/v1/requests/r":
+        if path.endswith(behind):
             case.give.release("r")
             rows = {name: stream(name, "another")[:45] for name in NAMES}
             case.give.step([("r", 0, 45)], rows)
@@ -221,16 +266,97 @@ def test_a_request_that_is_another_by_now(case: Case):
 
 
 def test_a_request_that_goes_on_meanwhile(case: Case):
-    """Between the tail and the pages it must stand still; said, not guessed."""
+    """Pages and tail are of one moment: a step in between is seen, and both are asked for again, but not for ever."""
     sent = iter(range(45, 60))
 
     def spoil(path: str, body: bytes) -> bytes:
-        if path.endswith("/export"):
+        if path == GET:
             at = next(sent)
             feed(case.give, "r", at, at + 1)
         return body
 
-    case.fails("changed", spoil)
+    error = case.fails("changed", spoil)
+    assert "goes on too fast" in str(error)
+    assert next(sent) == 48
+    sent = iter([48])
+    case.between.spoil = lambda path, body: (
+        spoil(path, body) if not case.give.request("r")[CSA].committed > 48 else body
+    )
+    case.take.pull("r", "p")
+    assert_as_of(case.take, 49)
+
+
+def assert_as_of(taker: Client, num_tokens: int) -> None:
+    """What the taker has of `r` is what a worker alone would have at so many tokens."""
+    exported = taker.export("r")
+    for name, part in exported.compressors.items():
+        assert part.committed == num_tokens
+        expected = alone(backends.load("cpu"), "r", name)[: num_tokens // RATIO[name]]
+        np.testing.assert_array_equal(part.entries, expected, strict=True)
+        np.testing.assert_array_equal(part.open_rows, stream(name, "r")[part.open_positions])
+
+
+@pytest.mark.parametrize("giver_pages", ["small", "other"])
+def test_a_giver_that_decodes_meanwhile(town: Town, giver_pages):
+    """Steps close entries in the last page, and in new ones, at any moment behind the export: its state comes."""
+    manifests = (SMALL, other_pages()) if giver_pages == "small" else (other_pages(), SMALL)
+    case = Case(town, manifests)
+    try:
+        for num_tokens in (3, 12, 44, 45, 47):
+            for moments in (("/export",), ("/entries",), ("/v1/verify",), ("/export", "/entries", "/v1/verify")):
+                case.give.release("r")
+                feed(case.give, "r", 0, num_tokens)
+                at = [num_tokens]
+
+                def spoil(path: str, body: bytes, moments=moments, at=at) -> bytes:
+                    if path.endswith(moments) and at[0] < 92:
+                        feed(case.give, "r", at[0], at[0] + 4)
+                        at[0] += 4
+                    return body
+
+                case.between.spoil = spoil
+                case.take.pull("r", "p")
+                assert at[0] > num_tokens or num_tokens < 4
+                assert_as_of(case.take, num_tokens)
+                feed(case.take, "r", num_tokens, 96)
+                assert_as_of(case.take, 96)
+                case.take.release("r")
+    finally:
+        case.end()
+
+
+def test_a_page_that_filled_up_and_did_not_arrive_as_it_is(case: Case):
+    """Its digest is of more than what we have: ours are compared as bytes, and whose they were is asked for again."""
+    at = [45]
+
+    def grow() -> None:
+        feed(case.give, "r", at[0], at[0] + 4)
+        at[0] += 4
+
+    def flipped(path: str, body: bytes) -> bytes:
+        if path.endswith("/export"):
+            grow()
+        elif path.endswith("/entries") and len(asked) < 3:
+            asked.append(path)
+            message = wire.decode(wire.FRAME, body)
+            data = bytearray(message["entries"]["data"])
+            data[-1] ^= 1  # of the last entry
+            return wire.encode(wire.FRAME, message | {"entries": message["entries"] | {"data": bytes(data)}})
+        return body
+
+    def another(path: str, body: bytes) -> bytes:
+        if path.endswith("/export"):
+            grow()
+        elif path.endswith("/v1/verify") and not asked:
+            asked.append(path)
+            case.give.release("r")
+            case.give.step([("r", 0, 60)], {name: stream(name, "another")[:60] for name in NAMES})
+        return body
+
+    asked: list[str] = []
+    case.fails("corrupt", flipped)
+    asked.clear()
+    case.fails("changed", another, refusal="stale_handle")
 
 
 # -- silence -------------------------------------------------------------------------------------------------------
@@ -275,6 +401,58 @@ def test_a_peer_that_is_only_slow(town: Town):
         case.end()
 
 
+def test_the_giver_s_lease_is_shorter_than_an_answer(case: Case):
+    """It is renewed beside each answer that is slow to come, the first one too, three or four times a second."""
+    case.giver.worker.lease_seconds = 1.0
+    slow = ["/v1/worker", "/export", "/entries", "/v1/verify"]
+
+    def spoil(path: str, body: bytes) -> bytes:
+        for call in slow:
+            if path.endswith(call):
+                slow.remove(call)
+                time.sleep(1.5)
+                break
+        return body
+
+    case.between.spoil = spoil
+    case.give.lease("r", 1.0)
+    began = time.monotonic()
+    case.take.pull("r", "p")
+    took = time.monotonic() - began
+    assert took > 6
+    assert_as_of(case.take, 45)
+    assert 2.5 * took < len(case.between.renewals) < 3.5 * took + 1
+    num_renewals = len(case.between.renewals)
+    time.sleep(0.5)
+    assert len(case.between.renewals) == num_renewals  # it is over
+
+
+def test_a_lease_is_never_shortened(case: Case):
+    case.give.lease("r", 500)
+    case.take.pull("r", "p")
+    assert case.giver.worker.requests["", "r"].expires > case.giver.worker.clock() + 400
+
+
+@pytest.mark.parametrize("during", ["/v1/worker", "/entries", "/v1/verify"])
+def test_a_giver_that_has_the_request_no_more(case: Case, during):
+    """Told by the renewals, long before the answer comes."""
+
+    def spoil(path: str, body: bytes) -> bytes:
+        if path.endswith(during):
+            case.give.release("r")
+            time.sleep(2.5)
+        return body
+
+    case.between.spoil = spoil
+    began = time.monotonic()
+    with pytest.raises(UnknownRequest) as caught:
+        case.take.pull("r", "p")
+    assert time.monotonic() - began < 1.5
+    assert caught.value.details == {"peer": "p"}
+    case.taker.check()
+    assert not case.taker.worker.requests
+
+
 def test_a_connection_that_was_closed_for_idleness(case: Case):
     """Between two questions; a new one is made."""
 
@@ -293,6 +471,14 @@ def test_a_connection_that_was_closed_for_idleness(case: Case):
 
     engine.call_for = slow  # type: ignore[method-assign]
     case.take.pull("r", "p")
+
+
+def test_no_such_host(town: Town):
+    taker = town.add("taker")
+    town.file.write_text("p http://a..b:1\n")
+    with Client(taker.url) as client, pytest.raises(PeerFailed) as caught:
+        client.pull("r", "p")
+    assert caught.value.details == {"peer": "p", "reason": "unreachable"}
 
 
 def test_nobody_there(town: Town):

@@ -19,14 +19,16 @@ import torch
 
 from kvfold_client import Client, wire
 from kvfold_client.errors import Malformed, PeerFailed
+from kvfold_kernels import backends
 from kvfold_kernels.geometry import Geometry, PageLayout, entry_format
 from kvfold_kernels.pages import read_entries, write_rows
 from kvfold_service import settings as options
 from kvfold_service.movers.agent import Agent
 from kvfold_service.movers.descriptors import MOST_BYTES, MOST_RUNS, Side, batches, runs
+from kvfold_service.movers.peer import PeerLine
 from kvfold_service.worker import Worker
 from tests.fleet_cases import Town, feed, other_pages, several_servers, towns
-from tests.service_cases import CSA, NAMES, Process, no_start
+from tests.service_cases import CSA, NAMES, RATIO, Process, alone, no_start, stream
 
 pytestmark = several_servers
 town = pytest.fixture(towns)
@@ -238,6 +240,74 @@ def test_a_peer_that_hangs_and_comes_back(two: Two):
     assert_equal(p, d)
 
 
+def asked(patch: pytest.MonkeyPatch, change: Callable[[str, dict[str, Any]], Any]) -> None:
+    """What comes back to a taker's calls goes through `change(path, message)`; None: it stays."""
+    real = PeerLine.ask
+
+    async def ask(line: PeerLine, method: str, path: str, *args: Any, **kwargs: Any) -> Any:
+        message = await real(line, method, path, *args, **kwargs)
+        changed = change(path, message)
+        return message if changed is None else changed
+
+    patch.setattr(PeerLine, "ask", ask)
+
+
+def test_a_giver_that_decodes_meanwhile(two: Two, monkeypatch):
+    """Steps close entries in the last page, and in new ones, at any moment behind the export: its state comes."""
+    p, d, e = two.clients.values()
+    at, moments = [0], [""]
+
+    def go_on(path: str, message: Any = None) -> None:
+        if path.endswith(moments[0]) and at[0] < 92:
+            feed(p, "r", at[0], at[0] + 4)
+            at[0] += 4
+
+    asked(monkeypatch, go_on)
+    with before_the_read(two, lambda: go_on("post")):
+        for num_tokens in (3, 11, 12, 44, 45, 47):
+            for moments[0] in ("/export", "/v1/pages/locate", "post", "/v1/verify"):
+                for taker in (d, e):
+                    feed(p, "r", 0, num_tokens)
+                    at[0] = num_tokens
+                    assert taker.pull("r", "p").mover == "nixl"
+                    assert at[0] > num_tokens or num_tokens < 4
+                    for name, part in taker.export("r").compressors.items():
+                        expected = alone(backends.load("cpu"), "r", name)[: num_tokens // RATIO[name]]
+                        np.testing.assert_array_equal(part.entries, expected, strict=True)
+                        np.testing.assert_array_equal(part.open_rows, stream(name, "r")[part.open_positions])
+                    two.release("r")
+
+
+LOCATE: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "a list": lambda m: [],
+    "no layout": lambda m: m["layouts"].clear(),
+    "a number for the layouts": lambda m: m.update(layouts=5),
+    "a number for the pages": lambda m: m.update(pages=5),
+    "an address of text": lambda m: m["pages"][0].update(address="1"),
+    "pages of text": lambda m: m["layouts"][NAMES[0]].update(page_entries="2"),
+    "pages of half an entry": lambda m: m["layouts"][NAMES[0]].update(page_entries=1.5),
+    "pages of no entry": lambda m: m["layouts"][NAMES[0]].update(page_entries=0),
+    "another memory": lambda m: m["layouts"][NAMES[0]].update(memory=["DRAM"]),
+    "another device": lambda m: m["layouts"][NAMES[0]].update(device=1 << 70),
+}
+
+
+def test_a_peer_that_tells_nonsense(two: Two, monkeypatch):
+    """Whatever it says of its pages, it is the peer that failed, and nothing is kept."""
+    p, d, _ = two.clients.values()
+    feed(p, "r", 0, 45)
+    nonsense: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [("/v1/pages/locate", f) for f in LOCATE.values()]
+    nonsense.append(("/v1/requests/r", lambda m: m["compressors"][CSA].update(pages=[])))
+    for call, change in nonsense:
+        with monkeypatch.context() as patch:
+            asked(patch, lambda path, message, call=call, change=change: change(message) if path == call else None)
+            with pytest.raises(PeerFailed) as caught:
+                d.pull("r", "p", mover="nixl")
+        assert caught.value.details == {"peer": "p", "reason": "refused"}, caught.value
+        assert not two.worker.requests
+    d.pull("r", "p", mover="nixl")
+
+
 def _pages(worker: Worker, slot: int) -> list[tuple[torch.Tensor, np.ndarray]]:
     """The pools of a slot's pages, and which pages those are."""
     caches = worker.caches.compressors
@@ -306,8 +376,29 @@ def test_without_nixl(town: Town):
     assert wire.decode(wire.MSGPACK, reply.content)["code"] == "malformed"
 
 
-def test_the_keys_of_the_memory_are_for_peers_only(town: Town, tmp_path):
-    """A tenant may pull; what would let it read everybody's pages is asked for with the peers' own token."""
+def test_a_read_that_takes_longer_than_the_lease(town: Town):
+    """The giver's lease of a second is renewed beside it."""
+    for name in ("a", "b"):
+        town.add(name, nixl=True).worker.lease_seconds = 1.0
+    real, slow = Agent.post, [2.0]
+
+    def post(agent: Agent, handle: Any) -> str:
+        time.sleep(slow.pop() if slow else 0)
+        return real(agent, handle)
+
+    with Client(town.workers["a"].url) as a, Client(town.workers["b"].url) as b, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Agent, "post", post)
+        feed(a, "r", 0, 45)
+        assert b.pull("r", "a").mover == "nixl"
+        assert not slow
+        assert_equal(a, b)
+
+
+def test_the_keys_of_the_memory_are_for_peers_only(town: Town, tmp_path, caplog):
+    """A tenant may pull; what would let it read everybody's pages is asked for with the peers' own token.
+
+    Without one that is good, entries come by http, which is said once.
+    """
     tokens, ours = "a-token-of-team-a team-a step,pull\nthe-token-of-peers fleet admin\n", tmp_path / "peer"
     (tmp_path / "tokens").write_text(tokens)
     ours.write_text("the-token-of-peers\n")
@@ -316,11 +407,20 @@ def test_the_keys_of_the_memory_are_for_peers_only(town: Town, tmp_path):
     town.add("c", token_file=tmp_path / "tokens", nixl=True)
     clients = [Client(town.workers[name].url, token="a-token-of-team-a", retries=0) for name in ("a", "b", "c")]
     feed(clients[0], "r", 0, 45)
+    feed(clients[0], "s", 0, 48, draft_tokens=[3])
     assert clients[1].pull("r", "a").mover == "nixl"
-    with pytest.raises(PeerFailed) as caught:
-        clients[2].pull("r", "a")
+    for _ in range(2):
+        assert clients[2].pull("r", "a").mover == "http"
+        clients[2].release("r")
+    (warning,) = [record.getMessage() for record in caplog.records if "without nixl" in record.getMessage()]
+    assert "from peer a" in warning
+    assert "--peer-token-file" in warning
+    with pytest.raises(PeerFailed, match="--peer-token-file must hold") as caught:
+        clients[2].pull("r", "a", mover="nixl")
     assert (caught.value.details["reason"], caught.value.details["refusal"]) == ("refused", "forbidden")
-    assert clients[2].pull("r", "a", mover="http").mover == "http"
+    with pytest.raises(PeerFailed):
+        clients[2].pull("s", "a", mover="nixl")
+    assert clients[0].truncate("s", 46)[CSA].committed == 46  # drafts: nothing was asked of it but who gives it
     for client in clients:
         client.close()
 

@@ -46,6 +46,10 @@ class Move:
 class BlockMover(Protocol):
     name: str
 
+    async def meet(self, line: PeerLine, peer_epoch: str) -> None:
+        """Whatever both sides need before anything can move. Raises peer_failed."""
+        ...
+
     async def move(self, move: Move) -> None:
         """Ends when every entry is in place. Raises ServiceError: peer_failed, and what the peer refuses with.
 

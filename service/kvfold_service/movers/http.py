@@ -7,7 +7,7 @@ request is.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -17,8 +17,8 @@ from kvfold_client import wire
 from kvfold_service import arrivals
 from kvfold_service.caches import CompressorCache
 from kvfold_service.errors import ServiceError
-from kvfold_service.movers import Move
-from kvfold_service.movers.peer import peer_failed, request_path
+from kvfold_service.movers import Move, Span
+from kvfold_service.movers.peer import PeerLine, entries_call, peer_failed
 
 if TYPE_CHECKING:
     from kvfold_service.admission import Place
@@ -29,7 +29,7 @@ _HEADER_BYTES: Final = 1024
 """What a reply has around its entries, at most."""
 
 
-class _Range(NamedTuple):
+class Range(NamedTuple):
     cache: CompressorCache
     first: int
     end: int
@@ -42,6 +42,9 @@ class HttpMover:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+
+    async def meet(self, line: PeerLine, peer_epoch: str) -> None:
+        """Nothing is needed."""
 
     async def move(self, move: Move) -> None:
         if not any(span.num_bytes for span in move.spans):
@@ -60,8 +63,8 @@ class HttpMover:
         halves = place.view[:size], place.view[size : 2 * size]
         putting: asyncio.Task[None] | None = None
         try:
-            for i, part in enumerate(_ranges(move, size)):
-                entries = await _fetch(move, part, halves[i % 2])
+            for i, part in enumerate(ranges(move.spans, size)):
+                entries = await fetch(move, part, halves[i % 2])
                 if putting is not None:
                     await putting
                 putting = asyncio.create_task(
@@ -75,30 +78,23 @@ class HttpMover:
             putting.result()
 
 
-def _ranges(move: Move, size: int) -> Iterator[_Range]:
+def ranges(spans: Sequence[Span], size: int) -> Iterator[Range]:
     """The spans, cut so that a reply of each fits into `size` bytes."""
-    for span in move.spans:
+    for span in spans:
         step = (size - _HEADER_BYTES) // span.cache.group.layout.format.entry_bytes
         if step < 1:
             raise ServiceError("body_too_large", "an entry does not fit into a body; raise --max-body-bytes")
         for first in range(span.first, span.end, step):
-            yield _Range(span.cache, first, min(first + step, span.end))
+            yield Range(span.cache, first, min(first + step, span.end))
 
 
-async def _fetch(move: Move, part: _Range, view: memoryview) -> NDArray[np.uint8]:
-    """uint8 `[end − first, entry_bytes]` over the view. Raises peer_failed."""
-    message = {
-        "version": wire.PROTOCOL_VERSION,
-        "compressor": part.cache.name,
-        "from_entry": part.first,
-        "to_entry": part.end,
-    }
-    reply = await move.line.ask_into(view, request_path(move.incoming.key[1], "/entries"), message)
+async def fetch(move: Move, part: Range, view: memoryview | None = None) -> NDArray[np.uint8]:
+    """uint8 `[end − first, entry_bytes]`, over the view if there is one. Raises peer_failed, unknown_request."""
+    path, message = entries_call(move.incoming.key[1], part.cache.name, part.first, part.end)
+    reply = await move.line.ask("POST", path, message, view=view)
     shape = part.end - part.first, part.cache.group.layout.format.entry_bytes
-    try:
+    with move.line.reading("its entries"):
         tensor = wire.tensor_of(reply.get("entries"), "entries")
-    except wire.WireError as error:
-        raise peer_failed(move.line.peer, "refused", str(error)) from None
-    if reply.get("first_entry") != part.first or (tensor.dtype, tensor.shape) != ("uint8", shape):
-        raise peer_failed(move.line.peer, "changed", "the request has other entries than it said")
-    return np.frombuffer(tensor.data, np.uint8).reshape(shape)
+        if reply.get("first_entry") != part.first or (tensor.dtype, tensor.shape) != ("uint8", shape):
+            raise peer_failed(move.line.peer, "changed", "the request has other entries than it said")
+        return np.frombuffer(tensor.data, np.uint8).reshape(shape)

@@ -22,6 +22,7 @@ import numpy as np
 from kvfold_client import wire
 from kvfold_kernels.geometry import PageLayout
 from kvfold_service import arrivals
+from kvfold_service.errors import ServiceError
 from kvfold_service.movers import Move, Span
 from kvfold_service.movers.agent import Agent, AgentError
 from kvfold_service.movers.descriptors import U64, Side, batches, runs
@@ -48,6 +49,10 @@ class NixlMover:
         self._met: dict[str, tuple[str, str]] = {}
         """Peer's name → its epoch, and its agent's name."""
 
+    async def meet(self, line: PeerLine, peer_epoch: str) -> None:
+        """Raises peer_failed, also when it does not give its metadata to our token."""
+        await self._meet(line, peer_epoch)
+
     async def move(self, move: Move) -> None:
         agent = await self._meet(move.line, move.peer_epoch)
         for span in move.spans:
@@ -61,11 +66,18 @@ class NixlMover:
         known = self._met.get(line.peer.name)
         if known is not None and known[0] == epoch:
             return known[1]
-        reply = await line.ask("GET", "/v1/nixl", authorization=self._authorization)
         try:
+            reply = await line.ask("GET", "/v1/nixl", authorization=self._authorization)
+        except ServiceError as error:
+            if error.details.get("refusal") not in ("unauthorized", "forbidden"):
+                raise
+            sentence = f"its NIXL metadata is for the role admin; --peer-token-file must hold such a token ({error})"
+            raise peer_failed(line.peer, "refused", sentence, refusal=error.details["refusal"]) from None
+        with line.reading("its NIXL metadata"):
             metadata = bytes(wire.tensor_of(reply.get("metadata"), "metadata").data)
+        try:
             name = await line.while_alive(lambda: self._agent.meet(metadata))
-        except (wire.WireError, AgentError) as error:
+        except (AgentError, UnicodeDecodeError) as error:
             raise peer_failed(line.peer, "refused", f"its NIXL metadata is no use: {error}") from None
         self._met[line.peer.name] = epoch, name
         return name
@@ -141,18 +153,23 @@ class _Read:
 async def _locate(line: PeerLine, span: Span) -> tuple[Side, str]:
     """The peer's pages of a span, and the kind of their memory."""
     addresses: list[int] = []
+    where: set[tuple[Any, ...]] = set()
     for i in range(0, len(span.handles), _HANDLES_AT_A_TIME):
         handles = list(span.handles[i : i + _HANDLES_AT_A_TIME])
         reply = await line.ask("POST", "/v1/pages/locate", {"version": wire.PROTOCOL_VERSION, "handles": handles})
-        try:
+        with line.reading("where its pages lie"):
             addresses += [_address(page, span) for page in reply["pages"]]
-            where = reply["layouts"][span.cache.name]
-            layout = PageLayout.of(span.cache.group.layout.format, where["page_entries"], where["page_bytes"])
-            device, memory = where["device"], where["memory"]
-        except (KeyError, TypeError, ValueError):
-            raise peer_failed(line.peer, "refused", "it does not tell where its pages lie") from None
+            told = reply["layouts"][span.cache.name]
+            where.add(tuple(told[name] for name in ("page_entries", "page_bytes", "device", "memory")))
+    with line.reading("where its pages lie"):
+        ((page_entries, page_bytes, device, memory),) = where
+        if not type(page_entries) is type(page_bytes) is type(device) is int or not 0 <= device < 1 << 16:
+            raise ValueError(page_entries, page_bytes, device)
+        if memory not in ("DRAM", "VRAM"):
+            raise ValueError(memory)
+        layout = PageLayout.of(span.cache.group.layout.format, page_entries, page_bytes)
     needed = -(-span.end // layout.entries) - span.first // layout.entries
-    if len(addresses) != needed or type(device) is not int or memory not in ("DRAM", "VRAM"):
+    if len(addresses) != needed:
         raise peer_failed(line.peer, "changed", f"its pages of {span.cache.name} are not those of the request any more")
     return Side(layout, np.array(addresses, np.int64), device), memory
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import json
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
 from functools import cached_property
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Self, TypeVar
 from urllib.parse import urlsplit
 
 from kvfold_client import wire
 from kvfold_client.wire import Peer
 from kvfold_service.errors import ServiceError
-from kvfold_service.movers.silence import ANSWER_S, silent, tls
+from kvfold_service.movers.beat import ANSWER_S, forgotten, renewal, silent, tls
 
 T = TypeVar("T")
 
@@ -34,18 +35,47 @@ def request_path(request_id: str, suffix: str = "") -> str:
     return f"/v1/requests/{request_id.replace('.', '%2E')}{suffix}"
 
 
+def entries_call(request_id: str, compressor: str, first: int, end: int) -> tuple[str, dict[str, Any]]:
+    """Path and message of the call for entries [first, end); for none of them, it only renews the lease."""
+    message = {"compressor": compressor, "from_entry": first, "to_entry": end}
+    return request_path(request_id, "/entries"), {"version": wire.PROTOCOL_VERSION} | message
+
+
 class PeerLine:
     """One connection to a peer, for one thread at a time; `cut` may come from any. Speaks for our caller.
 
+    As long as it is entered, the peer's lease of the request is renewed, by a call that names one of its compressors.
     `patience` is how many seconds a living peer may be silent, `most_bytes` what a reply of it may have.
     """
 
+    _silent: asyncio.Task[None]
+    _forgotten: asyncio.Task[None]
+
     def __init__(
-        self, peer: Peer, authorization: str | None, patience: float, most_bytes: int, threads: Executor
+        self,
+        peer: Peer,
+        authorization: str | None,
+        request_id: str,
+        compressor: str,
+        *,
+        patience: float,
+        most_bytes: int,
+        threads: Executor,
     ) -> None:
         self.peer, self._patience, self._most_bytes, self._threads = peer, patience, most_bytes, threads
         self._headers = {"Accept": wire.FRAME} | ({"Authorization": authorization} if authorization else {})
+        self._renewal = renewal(*entries_call(request_id, compressor, 0, 0), authorization)
         self._is_cut = self._has_met = False
+
+    async def __aenter__(self) -> Self:
+        self._silent = asyncio.create_task(silent(self.peer))
+        self._forgotten = asyncio.create_task(forgotten(self.peer, self._renewal))
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self._silent.cancel()
+        self._forgotten.cancel()
+        self._http.close()
 
     @cached_property
     def _http(self) -> http.client.HTTPConnection:
@@ -56,34 +86,54 @@ class PeerLine:
         return http.client.HTTPConnection(host, port, timeout=ANSWER_S)
 
     async def ask(
-        self, method: str, path: str, message: Mapping[str, Any] | None = None, authorization: str | None = None
+        self,
+        method: str,
+        path: str,
+        message: Mapping[str, Any] | None = None,
+        *,
+        view: memoryview | None = None,
+        authorization: str | None = None,
     ) -> dict[str, Any]:
-        """A call and its message, in our caller's name or another. Raises peer_failed, and what it is refused with."""
-        return await self.while_alive(lambda: self._exchange(method, path, message, None, authorization))
+        """A call and its message, in our caller's name or another; it lies in `view`, if there is one, and stays there.
 
-    async def ask_into(self, view: memoryview, path: str, message: Mapping[str, Any]) -> dict[str, Any]:
-        """The same for a POST whose reply is to lie in `view`, where its tensors stay."""
-        return await self.while_alive(lambda: self._exchange("POST", path, message, view))
+        Raises peer_failed, and what it is refused with.
+        """
+        return await self.while_alive(lambda: self._exchange(method, path, message, view, authorization))
 
     async def while_alive(self, blocking: Callable[[], T]) -> T:
-        """Run it on a thread. If the peer stops answering, the line is cut, which must end it; raises peer_failed."""
+        """Run it on a thread. If the peer stops answering, or has not the request, the line is cut, which must end it.
+
+        Raises peer_failed, unknown_request.
+        """
         loop = asyncio.get_running_loop()
         work = asyncio.ensure_future(loop.run_in_executor(self._threads, blocking))
-        silence = asyncio.create_task(silent(self.peer))
         try:
-            await asyncio.wait({work, silence}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                self.cut()
-                await asyncio.wait({work})
-                work.exception()
-                raise peer_failed(self.peer, "died", "it does not answer any more")
-            return work.result()
+            await asyncio.wait({work, self._silent, self._forgotten}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                return work.result()
+            self.cut()
+            await asyncio.wait({work})
+            work.exception()
+            raise self._lost()
         except asyncio.CancelledError:
             self.cut()
             await asyncio.wait({work})
             raise
-        finally:
-            silence.cancel()
+
+    def _lost(self) -> ServiceError:
+        if self._silent.done():
+            return peer_failed(self.peer, "died", "it does not answer any more")
+        sentence = f"peer {self.peer.name}: there is no request of this id, or no more"
+        return ServiceError("unknown_request", sentence, peer=self.peer.name)
+
+    @contextlib.contextmanager
+    def reading(self, what: str) -> Iterator[None]:
+        """Around all that takes a reply of the peer apart: what is not as it should be is the peer's fault."""
+        try:
+            yield
+        except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            why = f"{type(error).__name__}: {error}"[:200]
+            raise peer_failed(self.peer, "refused", f"{what} cannot be read ({why})") from None
 
     def cut(self) -> None:
         """End whatever waits for the peer."""
@@ -98,16 +148,13 @@ class PeerLine:
     def is_cut(self) -> bool:
         return self._is_cut
 
-    def close(self) -> None:
-        self._http.close()
-
     def _exchange(
         self,
         method: str,
         path: str,
         message: Mapping[str, Any] | None,
         view: memoryview | None,
-        authorization: str | None = None,
+        authorization: str | None,
     ) -> dict[str, Any]:
         body = None if message is None else wire.encode(wire.MSGPACK, message)
         headers = self._headers | ({"Authorization": authorization} if authorization else {})
@@ -139,7 +186,7 @@ class PeerLine:
             raise ConnectionAbortedError
         try:
             self._http.connect()
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # UnicodeError: no such host name
             reason = "died" if self._has_met else "unreachable"
             raise peer_failed(self.peer, reason, f"it cannot be reached ({type(error).__name__})") from None
         assert self._http.sock is not None
@@ -157,7 +204,8 @@ class PeerLine:
         length = response.length
         if length is None or length > most:
             self._http.close()
-            raise peer_failed(self.peer, "refused", f"its reply has {length} bytes, and {most} at most were expected")
+            says = "does not say its length before it comes" if length is None else f"has {length} bytes"
+            raise peer_failed(self.peer, "refused", f"its reply {says}, and {most} bytes at most were expected")
         view, end = memoryview(bytearray(length)) if view is None else view, 0
         while end < length:
             got = response.readinto(view[end:length])
@@ -167,18 +215,27 @@ class PeerLine:
         return view[:length]
 
     def _message(self, response: http.client.HTTPResponse, data: memoryview) -> dict[str, Any]:
-        content_type = response.headers.get("Content-Type", "").partition(";")[0]
-        try:
-            message = json.loads(bytes(data)) if content_type == "application/json" else wire.decode(content_type, data)
+        with self.reading(f"its reply of status {response.status}"):
+            message = _decoded(response.headers.get("Content-Type", "").partition(";")[0], data)
             if response.status == http.client.OK:
                 return message
             code, text = str(message["code"])[:64], str(message["message"])[:300]
-        except (wire.WireError, ValueError, KeyError, TypeError):
-            self._http.close()
-            sentence = f"its reply of status {response.status} cannot be read"
-            raise peer_failed(self.peer, "refused", sentence) from None
         if code in _PASSED_ON:
             retry_after = 1.0 if code in wire.RETRYABLE else None
             raise ServiceError(code, f"peer {self.peer.name}: {text}", retry_after=retry_after, peer=self.peer.name)
         reason = "changed" if code in ("stale_handle", "unknown_handle") else "refused"
         raise peer_failed(self.peer, reason, f"{code}: {text}", refusal=code)
+
+
+def _decoded(content_type: str, data: memoryview) -> dict[str, Any]:
+    """Raises ValueError: no message, or no map."""
+    if content_type != "application/json":
+        return wire.decode(content_type, data)
+    try:
+        message = json.loads(bytes(data))
+        json.dumps(message, ensure_ascii=False).encode()  # half a character could be told to nobody
+    except RecursionError:
+        raise ValueError("too deep") from None
+    if not isinstance(message, dict):
+        raise ValueError("no map")
+    return message
