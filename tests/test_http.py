@@ -497,11 +497,6 @@ async def test_calls_that_do_not_exist(api, method, path, status):
     assert not error["retryable"]
 
 
-async def test_an_export_of_no_compressors(api):
-    await api.step([("r", 0, 9)])
-    assert_refused(await api.post("/v1/requests/r/export", {"version": 1, "compressors": []}), "malformed")
-
-
 async def test_a_method_that_does_not_exist_is_told_which_do(api):
     for path, methods in (("/v1/step", "POST"), ("/v1/requests/r", "DELETE, GET"), ("/livez", "GET")):
         assert (await api.http.request("PUT", path)).headers["allow"] == methods

@@ -59,9 +59,9 @@ def parse_export(body: Mapping[str, Any]) -> ExportCall:
     expect_fields(body, "the call", {"version"}, {"compressors", "entries", "from_entry"})
     names, entries = body.get("compressors"), body.get("entries", True)
     if names is not None and (
-        not isinstance(names, list) or not names or set(map(type, names)) != {str} or len(set(names)) != len(names)
+        not isinstance(names, list) or not set(map(type, names)) <= {str} or len(set(names)) != len(names)
     ):
-        raise malformed("compressors must be a list of different names, at least one")
+        raise malformed("compressors must be a list of different names")
     if type(entries) is not bool:
         raise malformed("entries must be true or false")
     from_entry = expect_int(body.get("from_entry", 0), "from_entry", 0)
