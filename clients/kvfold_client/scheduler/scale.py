@@ -7,9 +7,9 @@ from .extra import load
 
 PRESETS = ("deepseek-v4-flash", "deepseek-v4-pro")
 MEASURED = Measured(
-    lookup_us={1: 2.8, 8: 7.7, 64: 47.6, 1000: 727.1},
-    step_us=2314.4,
-    health_us=740.6,
+    lookup_us={1: 2.6, 8: 7.4, 64: 45.3, 1000: 646.5},
+    step_us=1433.3,
+    health_us=528.6,
 )
 """From tests/bench/results/scheduler.json, which a test compares."""
 
