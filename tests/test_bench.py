@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import statistics
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,6 +28,7 @@ from kvfold_kernels.bench.tables import markdown
 from kvfold_kernels.bench.timing import in_turns
 from tests.service_cases import changed
 
+ROOT = Path(__file__).parents[1]
 CASES = {case.name: case for kind in ("hca", "csa", "indexer") for case in step_cases(kind, (128, 1024), (1, 32))}
 
 
@@ -239,3 +242,11 @@ def test_all_backends_that_can_run_are_taken():
     assert {backend.name for backend in chosen} | set(left_out) == set(backends.NAMES)
     assert {"cpu", "reference"} <= {backend.name for backend in chosen}
     assert all("backend" in reason for reason in left_out.values())
+
+
+def test_the_table_of_the_readme_is_the_kept_result():
+    kept = markdown(results.load(ROOT / "tests/bench/results/kernels_cpu.json")).splitlines()
+    readme = (ROOT / "README.md").read_text().splitlines()
+    rows = [line for line in readme if re.match(r"\| \w+ (prefill|decode) ", line)]
+    assert len(rows) == 12
+    assert set(rows) <= set(kept)
