@@ -20,10 +20,10 @@ import torch
 
 from kvfold_client.fleet import Fleet, RayPlane
 from kvfold_service.control.ray import (
+    WORKER,
     ClusterError,
     RayWorker,
     Slot,
-    describe,
     describe_workers,
     start_workers,
     stop_workers,
@@ -34,6 +34,12 @@ from tests.service_cases import SMALL
 
 NAMESPACE = "kvfold-test"
 SLOTS = [Slot("p", "prefill"), Slot("d", "decode"), Slot("e", "decode")]
+
+
+def describe(name: str) -> dict[str, Any]:
+    """What the actor of a worker says of it."""
+    remote: Any = ray
+    return remote.get(remote.get_actor(WORKER + name, NAMESPACE).describe.remote(), timeout=10)
 
 
 def main(folder: Path) -> dict[str, Any]:
@@ -55,7 +61,7 @@ def main(folder: Path) -> dict[str, Any]:
             go_through(fleet, told)
         resource = "object_store_memory"
         told["object_store_bytes"] = ray.cluster_resources()[resource] - ray.available_resources()[resource]
-        told["pids"] = [describe(name, NAMESPACE)["pid"] for name in worker_names(NAMESPACE)]
+        told["pids"] = [describe(name)["pid"] for name in worker_names(NAMESPACE)]
         told["codes"] = stop_workers(namespace=NAMESPACE)
         told["left"] = worker_names(NAMESPACE)
     finally:
@@ -112,12 +118,12 @@ def interrupted(argv: list[str]) -> tuple[int, list[str]]:
 def go_through(fleet: Fleet, told: dict[str, Any]) -> None:
     fleet_story.hand_over(fleet)
     before = {worker.name: worker.epoch for worker in fleet.workers()}
-    victim = fleet_story.death_under_load(fleet, lambda name: os.kill(describe(name, NAMESPACE)["pid"], signal.SIGKILL))
+    victim = fleet_story.death_under_load(fleet, lambda name: os.kill(describe(name)["pid"], signal.SIGKILL))
     until(fleet, lambda: epoch(fleet, victim) not in (None, before[victim]))
-    told["started_again"] = describe(victim, NAMESPACE)["starts"]
+    told["started_again"] = describe(victim)["starts"]
     fleet_story.hand_over(fleet)  # it takes its share again
     actor = ray.get_actor(f"kvfold.worker.{victim}", NAMESPACE)
-    pid, was = describe(victim, NAMESPACE)["pid"], epoch(fleet, victim)
+    pid, was = describe(victim)["pid"], epoch(fleet, victim)
     ray.kill(actor, no_restart=False)
     until(fleet, lambda: epoch(fleet, victim) not in (None, was))
     told["orphan"] = alive(pid)

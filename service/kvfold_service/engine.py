@@ -50,8 +50,7 @@ class Engine:
 
         Not to be cancelled: the step runs all the same, and its rows must live until then.
         """
-        named = [(tenant, request.id) for request in step.requests]
-        named = [key for key in named if self.worker.can_keep(key)]
+        named = [key for request in step.requests if self.worker.can_keep(key := (tenant, request.id))]
         self.worker.queued.update(named)
         try:
             return await self._submit(tenant, None, Wanted(step, tenant))

@@ -167,16 +167,6 @@ def _words(state: dict[str, Any] | None) -> str:
     return state["url"] or (f"failed: {state['failed']}" if state["failed"] else "starting")
 
 
-def describe(name: str, namespace: str = NAMESPACE) -> dict[str, Any]:
-    """See `RayWorker.describe`. Raises ClusterError."""
-    if name not in worker_names(namespace):
-        raise ClusterError(f"there is no worker {name} in this fleet")
-    state = _states(_actors([name], namespace), _ANSWER_S).get(name)
-    if state is None:
-        raise ClusterError(f"worker {name} has no place yet, or does not answer")
-    return state
-
-
 def stop_workers(names: Iterable[str] | None = None, namespace: str = NAMESPACE) -> dict[str, int | None]:
     """Drain and end these workers, or all and the directory; their exit codes, None of one that did not run.
 
