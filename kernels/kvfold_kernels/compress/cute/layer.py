@@ -106,24 +106,12 @@ class LayerKernel:
             operands = Operands.of(first, numbers)
             local = thread // self.main.threads_per_window
             window = block * self.main.windows_per_block + local
-            if operands.closes(window) != 0:
-                opened = self.main.open(operands, window, thread % self.main.threads_per_window)
-                if opened.slot >= 0:
-                    self.main.close(operands, opened, local, partial)
-            else:
-                ops.wait_for_earlier_grids()
-                ops.let_next_grid_start()
+            self.main.window(operands, window, thread % self.main.threads_per_window, local, partial)
         elif block < until_indexer:
             operands_2 = Operands.of(second, numbers_2)
             local_2 = thread // self.indexer.threads_per_window
             window_2 = (block - until_main) * self.indexer.windows_per_block + local_2
-            if operands_2.closes(window_2) != 0:
-                opened_2 = self.indexer.open(operands_2, window_2, thread % self.indexer.threads_per_window)
-                if opened_2.slot >= 0:
-                    self.indexer.close(operands_2, opened_2, local_2, partial)
-            else:
-                ops.wait_for_earlier_grids()
-                ops.let_next_grid_start()
+            self.indexer.window(operands_2, window_2, thread % self.indexer.threads_per_window, local_2, partial)
         elif block < until_append:
             vector = (block - until_indexer) * self.threads + thread
             append_vectors(self.main.rows, Operands.of(first, numbers), [vector])

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, const_expr, cute
 
 from kvfold_kernels import plan as p
 from kvfold_kernels.compress.cute import ops
@@ -117,54 +117,76 @@ class OverlapKernel:
         if block < window_blocks:
             local = thread // self.threads_per_window
             window = block * self.windows_per_block + local
-            if operands.closes(window) != 0:
-                opened = self.open(operands, window, thread % self.threads_per_window)
-                if opened.slot >= 0:  # a branch, so that every load is under way before the first is used
-                    self.close(operands, opened, local, partial)
-            else:
-                ops.wait_for_earlier_grids()
-                ops.let_next_grid_start()
+            self.window(operands, window, thread % self.threads_per_window, local, partial)
         else:
             append_vectors(self.rows, operands, [(block - window_blocks) * self.threads + thread])
 
-    def open(self, operands: Operands, window, lane) -> _Opened:
-        """Read what is needed of one window; `lane` is the thread within the window."""
+    @cute.jit
+    def window(self, operands: Operands, window, lane, local, partial):
+        """One window; `lane` is the thread within it, `local` which of the block's windows it is."""
+        if operands.closes(window) != 0:
+            field = window_fields(operands, window)
+            tables = self.tables(operands, lane)
+            if const_expr(not self.rows.mixed):
+                self.entry(operands, field, tables, lane, local, partial, True)
+            elif field[p.NUM_RING] == 0:  # most windows: a step's rows reach into a request's first two alone
+                self.entry(operands, field, tables, lane, local, partial, False)
+            else:
+                self.entry(operands, field, tables, lane, local, partial, True)
+        else:
+            ops.wait_for_earlier_grids()
+            ops.let_next_grid_start()
+
+    @cute.jit
+    def entry(self, operands: Operands, field: dict, tables: tuple, lane, local, partial, ring: const_expr):
+        """`ring` at compile time: some of the rows may lie in the ring."""
+        opened = self.open(operands, field, tables, lane, ring)
+        if opened.slot >= 0:  # a branch, so that every load is under way before the first is used
+            self.close(operands, opened, local, partial, ring)
+
+    def tables(self, operands: Operands, lane) -> tuple:
+        """ape and norm weight of a lane's columns."""
+        column = lane * self.columns
+        ape = [self.ape(operands, row, column) for row in range(self.geometry.window_rows)]
+        return ape, ops.load_fp32(operands.norm_weight + Int64(column * 4), self.columns)
+
+    def open(self, operands: Operands, field: dict, tables: tuple, lane, ring: bool) -> _Opened:
+        """Read what is needed of one window."""
         geometry = self.geometry
         column = lane * self.columns
-        field = window_fields(operands, window)
-        sources = [self.source(operands, field, row, column) for row in range(geometry.window_rows)]
-        ape = [self.ape(operands, row, column) for row in range(geometry.window_rows)]
-        weight = ops.load_fp32(operands.norm_weight + Int64(column * 4), self.columns)
+        sources = [self.source(operands, field, row, column, ring) for row in range(geometry.window_rows)]
         rope_column = ops.asm("max.s32 $0, $1, 0;", [Int32], [column - geometry.nope_dim])
         angle = operands.cos_sin + 4 * (Int64(field[p.POSITION]) * geometry.rope_dim + Int64(rope_column // 2))
         cos = ops.load_fp32(angle, self.columns // 2)
         sin = ops.load_fp32(angle + 2 * geometry.rope_dim, self.columns // 2)
         ops.wait_for_earlier_grids()
         ops.let_next_grid_start()
-        rows = [self.load(*source) for source in sources]
-        return _Opened(lane, column, field[p.SLOT], field[p.NUM_PAD], field[p.NUM_RING], rows, ape, weight, cos, sin)
+        rows = [self.load(*source, ring) for source in sources]
+        return _Opened(lane, column, field[p.SLOT], field[p.NUM_PAD], field[p.NUM_RING], rows, *tables, cos, sin)
 
-    def close(self, operands: Operands, opened: _Opened, local, partial) -> None:
+    def close(self, operands: Operands, opened: _Opened, local, partial, ring: bool) -> None:
         """Pool, norm, rotate, store."""
         geometry, column = self.geometry, opened.column
-        pooled = self.pool(opened.rows, opened.ape, opened.num_pad, opened.num_ring)
+        pooled = self.pool(opened, self.rows.mixed and ring)
         squares = self.sum_over_window(leaf_squares(pooled), local, opened.lane, partial)
         x = normalise(pooled, squares, opened.weight, geometry.head_dim, operands.eps)
         x = rotate(x, opened.cos, opened.sin, Int32(column >= geometry.nope_dim))
         place = operands.place(opened.slot, self.writer.format.value_bytes, self.writer.format.scale_bytes)
         self.writer.write(x, column, Int32(1), place, operands.floors)
 
-    def source(self, operands: Operands, field: dict, row: int, column):
+    def source(self, operands: Operands, field: dict, row: int, column, ring: bool):
         """Address of a row's kv columns, and whether it lies in the ring. A padding row reads the window's last row."""
         num_pad, rows, ring_rows = field[p.NUM_PAD], self.rows, operands.ring_rows
         padding = Int32(row < num_pad)
-        from_ring = self.in_ring(row, num_pad, field[p.NUM_RING])
         start = (row // self.geometry.ratio) * self.geometry.head_dim + column
-        flat = field[p.RING_SLOT] * ring_rows + ring_row(field[p.RING_FIRST], row - num_pad, ring_rows)
-        ring = operands.rings + (Int64(flat) * rows.width + Int64(start)) * rows.ring_bytes
         input_row = field[p.INPUT_END] - (self.geometry.window_rows - 1 - row) * (1 - padding)
         given = operands.inputs + (Int64(input_row) * rows.width + Int64(start)) * rows.input_bytes
-        return ops.select64(from_ring, ring, given), from_ring
+        if not ring:
+            return given, Int32(0)
+        from_ring = self.in_ring(row, num_pad, field[p.NUM_RING])
+        flat = field[p.RING_SLOT] * ring_rows + ring_row(field[p.RING_FIRST], row - num_pad, ring_rows)
+        kept = operands.rings + (Int64(flat) * rows.width + Int64(start)) * rows.ring_bytes
+        return ops.select64(from_ring, kept, given), from_ring
 
     def in_ring(self, row: int, num_pad, num_ring):
         return Int32(row >= num_pad) & Int32(row < num_pad + num_ring)
@@ -174,22 +196,22 @@ class OverlapKernel:
         start = row % ratio * self.geometry.half_width + row // ratio * self.geometry.head_dim
         return ops.load_fp32(operands.ape + 4 * Int64(start + column), self.columns)
 
-    def load(self, address, from_ring) -> tuple:
+    def load(self, address, from_ring, ring: bool) -> tuple:
         """Raw words of a row's score and kv columns."""
         rows, half_width = self.rows, self.geometry.half_width
-        if rows.mixed:
+        if rows.mixed and ring:
             step = ops.select64(from_ring, Int64(half_width * rows.ring_bytes), Int64(half_width * rows.input_bytes))
             return tuple(ops.load_mixed_words(at, from_ring) for at in (address + step, address))
         count = self.columns * rows.input_bytes // 4
         return tuple(ops.load_words(at, count) for at in (address + half_width * rows.input_bytes, address))
 
-    def pool(self, loaded: list, ape: list, num_pad, num_ring) -> list:
-        scores, values = [], []
-        for row, words in enumerate(loaded):
-            if self.rows.mixed:  # only now: before the last load it would wait for the first
-                words = [ops.widen(each, self.in_ring(row, num_pad, num_ring)) for each in words]
-            score, value = (self.fp32(each) for each in words)
-            score = [ops.add(a, b) for a, b in zip(score, ape[row], strict=True)]
+    def pool(self, opened: _Opened, mixed: bool) -> list:
+        scores, values, num_pad = [], [], opened.num_pad
+        for row, words in enumerate(opened.rows):
+            if mixed:  # only now: before the last load it would wait for the first
+                words = [ops.widen(each, self.in_ring(row, num_pad, opened.num_ring)) for each in words]
+            score, value = (self.fp32(each, mixed) for each in words)
+            score = [ops.add(a, b) for a, b in zip(score, opened.ape[row], strict=True)]
             if row < self.geometry.window_rows - self.geometry.ratio:  # an entry's own rows are never padding
                 score = [ops.select(Int32(row < num_pad), -float("inf"), s) for s in score]
             scores.append(score)
@@ -200,8 +222,8 @@ class OverlapKernel:
             pooled.append(divide(output, total))
         return pooled
 
-    def fp32(self, words: list) -> list:
-        if self.rows.input_bytes == 4 or self.rows.mixed:
+    def fp32(self, words: list, widened: bool) -> list:
+        if self.rows.input_bytes == 4 or widened:
             return [ops.from_bits(word) for word in words]
         return [value for word in words for value in ops.unpack_bf16(word)]
 
