@@ -10,7 +10,7 @@ import torch
 
 from kvfold_kernels.compress import cute
 from kvfold_kernels.compress.cute import device, library
-from kvfold_kernels.compress.cute.variants import ARCHITECTURES, Variant, all_variants
+from kvfold_kernels.compress.cute.variants import ARCHITECTURES, DTYPE_PAIRS, Variant, all_variants
 from tests.cases import make_compressor
 from tests.cute_cases import Runtime, built, on_gpu, operands, runtime
 
@@ -110,6 +110,15 @@ GRIDS = [
 def test_how_many_blocks_a_launch_has(opened, runtime, variant, windows, appends, clusters, blocks, threads):
     call(opened, variant, windows=windows, appends=appends, clusters=clusters)
     assert (runtime.last["blocks"], runtime.last["threads"]) == (blocks, threads)
+
+
+@pytest.mark.parametrize(("windows", "fit"), [(1, 1), (15, 1), (16, 2), (30, 2), (31, 3), (45, 3)])
+@pytest.mark.parametrize(("given", "ring"), DTYPE_PAIRS)
+def test_few_windows_have_their_multiprocessors_to_themselves(opened, runtime, given, ring, windows, fit):
+    """Where 15 clusters find room with one block on each. A block takes 7 KiB and one of the system's, too."""
+    call(opened, Variant("tiles", "hca", given, ring, "fp8_ds_mla"), windows=windows, clusters=15)
+    fitting = (228 << 10) // (runtime.last["shared_bytes"] + (8 << 10))
+    assert fitting == fit or fitting > fit == 3
 
 
 def test_the_backend_passes_the_refusal_on(opened, runtime, monkeypatch):

@@ -9,7 +9,7 @@ import importlib
 import itertools
 import sys
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -23,6 +23,7 @@ KIND = KINDS["hca"]
 GEOMETRY = Geometry("hca", KIND.ratio, KIND.head_dim)
 ROWS, HALF, TILE = GEOMETRY.window_rows, GEOMETRY.half_width, 64
 BASE, TILE_IDX = 1 << 20, 3
+RINGS, INPUTS = 1 << 40, 1 << 41
 STAND_INS = ("cuda", "cuda.bindings", "cuda.bindings.driver", "cutlass", "cutlass._mlir", "cutlass._mlir.dialects")
 STAND_INS += ("cutlass.cute", "cutlass.cute.nvgpu")
 DEVICE_CODE = tuple(f"kvfold_kernels.compress.cute.{name}" for name in ("tile", "step", "encode", "ops"))
@@ -38,8 +39,14 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(cute, "tile", None, raising=False)  # taken away again afterwards, like the modules
     module: Any = importlib.import_module(DEVICE_CODE[0])
     monkeypatch.setitem(sys.modules, DEVICE_CODE[0], module)
-    module.Int32 = int
+    module.Int32 = module.Int64 = int
     return module
+
+
+class Piece(NamedTuple):
+    target: int
+    offset: int
+    num_bytes: int
 
 
 class Copies:
@@ -58,6 +65,8 @@ class Copies:
             asm=lambda text, results, operands: min(operands),
             select_int=lambda condition, a, b: a if condition else b,
             fetch_box=self.land,
+            copy_row=self.copy,
+            Piece=Piece,
             shared_words=lambda address, count: [address] * count,
             shared_mixed2=lambda wide, address, i, num_wide: [wide if i < num_wide else address] * 2,
             unpack_bf16=lambda address: [address] * 2,
@@ -74,6 +83,25 @@ class Copies:
             at = landing[0] + (row * TILE + column) * item + byte
             self.memory[at] = (source, start[1] + row, start[0] + column, byte)
         self.num_bytes += num_rows * TILE * item
+
+    def copy(self, origin: Any, row: int, of_ring: Piece, given: Piece) -> None:
+        """A lane's copy of a few adjacent bytes."""
+        from_ring = row < origin.num_ring
+        kept = origin.ring if row < origin.until_wrap else origin.wrapped
+        piece = of_ring if from_ring else given
+        source, start = ("ring", kept - RINGS) if from_ring else ("input", origin.given - INPUTS)
+        item = self.item[source]
+        for byte in range(piece.num_bytes):
+            element, part = divmod(start + piece.offset + byte, item)
+            self.memory[piece.target + byte] = (source, *divmod(element, GEOMETRY.row_width), part)
+        self.num_bytes += piece.num_bytes
+
+    def fetch_groups(self, window: Any) -> None:
+        """As each warp does for a group of its own."""
+        operands = SimpleNamespace(ring_rows=GEOMETRY.ring_rows, rings=RINGS, inputs=INPUTS)
+        for group, lane in itertools.product(range(8), range(32)):
+            origin = self.tile.origin(operands, window, TILE_IDX, group, lane)
+            self.tile.fetch_group(BASE, origin, group, lane)
 
     def fetch(self, window: Any) -> None:
         """As a producing warp does: by lane, run and size of box."""
@@ -107,12 +135,13 @@ def check_reads(copies: Copies, window: Any) -> None:
 
 @pytest.mark.parametrize(("given", "ring"), DTYPE_PAIRS)
 @pytest.mark.parametrize("num_ring", [0, 1, 16, 100, 127])
-def test_a_tile_holds_every_row_once_where_it_is_read(module, given, ring, num_ring):
+@pytest.mark.parametrize("way", ["fetch", "fetch_groups"])
+def test_a_tile_holds_every_row_once_where_it_is_read(module, way, given, ring, num_ring):
     rng = np.random.default_rng(num_ring)
     for first in (0, GEOMETRY.ring_rows - 50):
         copies = Copies(module, given, ring)
         window = module.Source(int(rng.integers(ROWS, 9999)), num_ring, int(rng.integers(5)), first)
-        copies.fetch(window)
+        getattr(copies, way)(window)
         assert copies.num_bytes == len(copies.memory) == copies.tile.landing_bytes(num_ring)
         assert min(copies.memory) >= BASE
         assert max(copies.memory) < BASE + copies.tile.num_bytes

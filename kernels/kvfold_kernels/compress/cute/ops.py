@@ -5,6 +5,8 @@ Addresses are 64-bit integers; shared-memory addresses 32-bit. A row piece is 4 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from cutlass import Float32, Int32, Int64, Uint16
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import cute as _cute_ir
@@ -255,16 +257,6 @@ def select64(condition, a, b):
     return asm(text, [Int64], [Int64(a), Int64(b), Int32(condition)])
 
 
-def load_mixed2(address, wide) -> list:
-    """2 columns as fp32 words, from fp32 where `wide`, else from bf16."""
-    text = (
-        "{.reg .pred p; setp.ne.b32 p, $3, 0;"
-        " @p ld.global.L1::no_allocate.v2.b32 {$0, $1}, [$2]; @!p ld.global.L1::no_allocate.b32 $1, [$2];"
-        " @!p shl.b32 $0, $1, 16; @!p and.b32 $1, $1, 0xffff0000;}"
-    )
-    return asm(text, [Int32] * 2, [address, Int32(wide)], effects=True, early=True)
-
-
 def load_mixed_words(address, wide) -> list:
     """4 columns as they lie in memory: 4 words of fp32 where `wide`, else 2 of bf16 and 2 that mean nothing."""
     text = (
@@ -284,6 +276,43 @@ def widen(words: list, wide) -> list:
     return asm(text, [Int32] * 4, [*words, Int32(wide)], early=True)
 
 
+# Copies into shared memory that a lane waits for by itself.
+
+
+class Piece(NamedTuple):
+    """Where a copy goes, how far from row 0 of its source it comes from, and its bytes (8 or 16)."""
+
+    target: object
+    offset: int
+    num_bytes: int
+
+
+def copy_row(origin: tuple, row: int, of_ring: Piece, given: Piece) -> None:
+    """A lane's piece of a row. origin: addresses of row 0 in the ring, there behind the wrap, and in the input; how
+    many rows lie in the ring, and how many before the wrap."""
+    where = f"setp.gt.s32 r, $3, {row}; setp.gt.s32 w, $4, {row}; selp.b64 a, $0, $1, w;"
+    if of_ring[1:] == given[1:]:
+        copies = f"selp.b64 a, a, $2, r; {_copy('$5', f'a + {given.offset}', given.num_bytes)}"
+        targets = [given.target]
+    else:
+        copies = (
+            f"@r {_copy('$5', f'a + {of_ring.offset}', of_ring.num_bytes)}"
+            f" @!r {_copy('$6', f'$2 + {given.offset}', given.num_bytes)}"
+        )
+        targets = [of_ring.target, given.target]
+    asm(f"{{.reg .pred r, w; .reg .b64 a; {where} {copies}}}", [], [*origin, *targets], effects=True)
+
+
+def _copy(target: str, address: str, num_bytes: int) -> str:
+    """Through L1: past it (`cg`, 16 bytes) took half as long again."""
+    return f"cp.async.ca.shared.global [{target}], [{address}], {num_bytes};"
+
+
+def wait_for_copies() -> None:
+    """Until this lane's copies have arrived."""
+    asm("cp.async.wait_all;", [], [], effects=True)
+
+
 # Clusters and asynchronous barriers.
 
 
@@ -300,12 +329,8 @@ def barrier_init(address, arrivals: int) -> None:
     asm(text, [], [address], effects=True)
 
 
-def barrier_expect(address, num_bytes) -> None:
-    """Arrive, and expect so many bytes."""
-    asm("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", [], [address, Int32(num_bytes)], effects=True)
-
-
 def barrier_expect_if(address, num_bytes, predicate) -> None:
+    """Arrive, and expect so many bytes; they may have come before."""
     text = "{.reg .pred p; setp.ne.b32 p, $2, 0; @p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;}"
     asm(text, [], [address, Int32(num_bytes), predicate], effects=True)
 

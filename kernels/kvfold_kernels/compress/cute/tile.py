@@ -1,6 +1,6 @@
 """A tile of a long window: 64 columns of all its rows, scores and values, in shared memory.
 
-    fetch    bulk tensor copies, as few boxes as the sources of the rows allow
+    fetch    bulk tensor copies, as few boxes as the sources of the rows allow; or each warp a group's rows
     read     a group's rows of a lane's columns
     merge    the groups' partial softmaxes
 
@@ -30,6 +30,8 @@ RUN_LANES = 8
 KEPT_INPUT_BYTES, KEPT_RING_BYTES = 192 << 20, 48 << 20
 """A launch that reads more than this from input, or from rings, reads past the L2 (50 MiB). Measured: 256 MiB of input
 gain 1%, 128 MiB lose 2%, what fits the L2 loses 25%; 64 MiB of rings gain 7%."""
+PIECE_BYTES = 16
+"""What a lane copies at once."""
 COLUMNS = TILE // LANES
 """Columns of a lane while it pools."""
 
@@ -41,6 +43,17 @@ class Source(NamedTuple):
     num_ring: object
     ring_slot: object
     ring_first: object
+
+
+class Origin(NamedTuple):
+    """Where a lane finds its pieces of a group: addresses that the first one would have in the ring, there behind the
+    wrap, and in the input; from which row on it is none of the ring's, or lies behind the wrap."""
+
+    ring: object
+    wrapped: object
+    given: object
+    num_ring: object
+    until_wrap: object
 
 
 class Box(NamedTuple):
@@ -176,6 +189,41 @@ class Tile:
         at = (landing[0] + self.input_start + lane * self.part_bytes, landing[1])
         row = source.end - (self.geometry.window_rows - 1)
         ops.fetch_box(at, window_map, (column, row), Int32(lane < 2), once=once)
+
+    @property
+    def row_lanes(self) -> int:
+        """Lanes that copy a row, 16 bytes each where it is as wide as the ring's."""
+        return self.ring_row_bytes // PIECE_BYTES
+
+    def origin(self, operands: Operands, source: Source, index, group, lane) -> Origin:
+        """Where a lane finds its pieces of a group: of each row that no lane before it copies at the same time."""
+        rows, width = self.rows, self.geometry.row_width
+        row, piece = group * self.group_rows + lane // self.row_lanes, lane % self.row_lanes * PIECE_BYTES
+        ring_row = source.ring_first + row
+        flat = Int64(source.ring_slot * operands.ring_rows + ring_row) * width + Int64(index * TILE)
+        given = Int64(source.end - (self.geometry.window_rows - 1) + row) * width + Int64(index * TILE)
+        ring = operands.rings + flat * rows.ring_bytes + Int64(piece)
+        return Origin(
+            ring=ring,
+            wrapped=ring - Int64(operands.ring_rows) * (width * rows.ring_bytes),
+            given=operands.inputs + given * rows.input_bytes + Int64(piece * rows.input_bytes // rows.ring_bytes),
+            num_ring=source.num_ring - row,
+            until_wrap=operands.ring_rows - ring_row,
+        )
+
+    def fetch_group(self, landing, origin: Origin, group, lane) -> None:
+        """Scores and values of a lane's pieces of a group."""
+        rows, first_row = self.rows, group * self.group_rows
+        given_bytes = PIECE_BYTES * rows.input_bytes // rows.ring_bytes
+        ring = landing + first_row * self.ring_row_bytes + lane * PIECE_BYTES
+        given = landing + self.input_start + first_row * self.input_row_bytes + lane * given_bytes
+        for part in range(2):
+            for i in range(0, self.group_rows, LANES // self.row_lanes):
+                offset = i * self.geometry.row_width + (1 - part) * self.geometry.half_width
+                place = part * self.part_bytes
+                of_ring = ops.Piece(ring + place + i * self.ring_row_bytes, offset * rows.ring_bytes, PIECE_BYTES)
+                of_input = ops.Piece(given + place + i * self.input_row_bytes, offset * rows.input_bytes, given_bytes)
+                ops.copy_row(origin, i, of_ring, of_input)
 
     def read(self, start, group, lane, num_ring) -> tuple:
         """Scores and values of a group, a list of a lane's columns for each row."""

@@ -1,7 +1,8 @@
 """Few long windows (hca): a cluster of blocks a window, one block a tile of 64 columns, one launch.
 
-A warp pools a group of rows in registers, all its loads in flight at once; the block's first warp merges the groups;
-the blocks exchange their sums of squares through each other's shared memory, and each norms and stores its own columns.
+A warp pools a group of rows. All its copies to shared memory are in flight at once: they take no registers, so three
+blocks fit a multiprocessor. The block's first warp merges the groups; the blocks exchange their sums of squares through
+each other's shared memory, and each norms and stores its own columns.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, Uint8, cute
 
 from kvfold_kernels import plan as p
 from kvfold_kernels.compress.cute import ops
@@ -25,22 +26,23 @@ from kvfold_kernels.compress.cute.step import (
     leaf_squares,
     normalise,
     pool_rows,
-    ring_row,
     tree,
 )
-from kvfold_kernels.compress.cute.tile import COLUMNS, TILE, merge_tile
+from kvfold_kernels.compress.cute.tile import COLUMNS, TILE, Tile, merge_tile
 from kvfold_kernels.geometry import GROUPS, LEAF, Geometry
+
+ONE_FITS, TWO_FIT = 120_000, 100_000
+"""Dynamic shared memory of a block of which one, or two, fit a multiprocessor (227 KiB). A cluster's blocks would else
+share multiprocessors while others have nothing to do."""
 
 
 class Opened(NamedTuple):
     """What one thread holds of a window before it computes."""
 
     slot: object
-    rows: list
+    position: object
+    num_ring: object
     ape: list
-    weight: list
-    cos: list
-    sin: list
 
 
 @dataclass(frozen=True)
@@ -50,17 +52,24 @@ class TilesKernel:
     geometry: Geometry
     rows: Rows
     writer: Writer
-    blocks_per_multiprocessor: int
 
     threads = GROUPS * LANES
+
+    @property
+    def blocks_per_multiprocessor(self) -> int:
+        return 2 if self.rows.mixed else 3
 
     @property
     def tiles(self) -> int:
         return self.geometry.head_dim // TILE
 
     @property
-    def group_rows(self) -> int:
-        return self.geometry.window_rows // GROUPS
+    def tile(self) -> Tile:
+        return Tile(self.geometry, self.rows)
+
+    @property
+    def dynamic_shared_bytes(self) -> int:
+        return self.tile.num_bytes
 
     @cute.jit
     def __call__(
@@ -88,14 +97,20 @@ class TilesKernel:
         clusters = max_windows + (append_blocks(self.rows, max_appends, self.threads) + self.tiles - 1) // self.tiles
         tensors = (windows, appends, counts, kv_score, rings, pages, ape, norm_weight, cos_sin)
         numbers = (max_windows, max_appends, page_entries, eps, amax_floor, exponent_floor, inverse_scale)
+        shared_bytes = Int32(self.dynamic_shared_bytes)
+        if max_windows <= max_clusters:
+            shared_bytes = Int32(ONE_FITS)
+        elif max_windows <= 2 * max_clusters:
+            shared_bytes = Int32(TWO_FIT)
         self.kernel(tensors, numbers, window_blocks).launch(
             grid=[clusters * self.tiles, 1, 1],
             block=[self.threads, 1, 1],
             cluster=[self.tiles, 1, 1],
+            smem=shared_bytes,
             stream=stream,
             use_pdl=True,
             min_blocks_per_mp=self.blocks_per_multiprocessor,
-            preferred_smem_carveout=25,
+            preferred_smem_carveout=100,
         )
 
     @cute.kernel
@@ -105,6 +120,7 @@ class TilesKernel:
         groups = cute.arch.alloc_smem(Float32, 3 * GROUPS * TILE, 16).toint()
         sums = cute.arch.alloc_smem(Float32, self.tiles, 16).toint()
         arrived = cute.arch.alloc_smem(Int64, 1, 8).toint()
+        landing = cute.arch.get_dyn_smem(Uint8, 16).toint()
         ops.let_next_grid_start()
         operands = Operands.of(tensors, numbers)
         if block < window_blocks:
@@ -113,11 +129,10 @@ class TilesKernel:
             if operands.closes(window) != 0:
                 if thread == 0:
                     ops.barrier_init(arrived, 1)
-                    ops.barrier_expect(arrived, 4 * self.tiles)
                 ops.cluster_arrive()
-                opened = self.open(operands, window, tile * TILE, thread)
+                opened = self.open(operands, window, tile, thread, landing)
                 if opened.slot >= 0:  # a branch, so that every load is under way before the first is used
-                    self.pool(opened, groups, thread)
+                    self.pool(opened, groups, thread, landing)
                     if thread < LANES:
                         self.close(operands, opened, tile, thread, groups, sums, arrived)
             else:
@@ -125,61 +140,23 @@ class TilesKernel:
         else:
             append_vectors(self.rows, operands, [(block - window_blocks) * self.threads + thread])
 
-    def open(self, operands: Operands, window, first_column, thread) -> Opened:
-        """Read a group's rows of one lane's columns, and what the first warp closes the window with."""
-        geometry = self.geometry
-        group, column = thread // LANES, first_column + thread % LANES * COLUMNS
-        field = {name: operands.field(name, window) for name in range(p.WINDOW_FIELDS)}
-        sources, ape = [], []
-        for i in range(self.group_rows):
-            row = group * self.group_rows + i
-            sources.append(self.source(operands, field, row, column))
-            ape.append(ops.load_fp32(operands.ape + 4 * Int64(row * self.geometry.half_width + column), COLUMNS))
-        closing = self.closing_column(first_column, thread)
-        weight = ops.load_fp32(operands.norm_weight + 4 * Int64(closing), LEAF)
-        rope_column = ops.asm("max.s32 $0, $1, 0;", [Int32], [closing - geometry.nope_dim])
-        angle = operands.cos_sin + 4 * (Int64(field[p.POSITION]) * geometry.rope_dim + Int64(rope_column // 2))
-        cos = ops.load_fp32(angle, LEAF // 2)
-        sin = ops.load_fp32(angle + 2 * geometry.rope_dim, LEAF // 2)
+    def open(self, operands: Operands, window, tile, thread, landing) -> Opened:
+        """Fetch a group's rows, and read what they need."""
+        group, lane = thread // LANES, thread % LANES
+        source = self.tile.source(operands, window)
+        slot, position = operands.field(p.SLOT, window), operands.field(p.POSITION, window)
+        origin = self.tile.origin(operands, source, tile, group, lane)
+        ape = self.tile.ape_rows(operands, group, tile * TILE + lane * COLUMNS)
         ops.wait_for_earlier_grids()
-        rows = [self.load(*source) for source in sources]
-        return Opened(field[p.SLOT], rows, ape, weight, cos, sin)
+        self.tile.fetch_group(landing, origin, group, lane)
+        return Opened(slot, position, source.num_ring, ape)
 
-    def closing_column(self, first_column, thread):
-        """4 columns a lane; the upper half warp only keeps the lower company."""
-        return first_column + thread % (TILE // LEAF) * LEAF
-
-    def source(self, operands: Operands, field: dict, row, column) -> tuple:
-        """Address of a row's kv columns, and whether it lies in the ring."""
-        rows, ring_rows = self.rows, operands.ring_rows
-        from_ring = Int32(row < field[p.NUM_RING])
-        flat = field[p.RING_SLOT] * ring_rows + ring_row(field[p.RING_FIRST], row, ring_rows)
-        ring = operands.rings + (Int64(flat) * rows.width + Int64(column)) * rows.ring_bytes
-        input_row = field[p.INPUT_END] - (self.geometry.window_rows - 1) + row
-        given = operands.inputs + (Int64(input_row) * rows.width + Int64(column)) * rows.input_bytes
-        return ops.select64(from_ring, ring, given), from_ring
-
-    def load(self, address, from_ring) -> tuple:
-        """Raw words of a row's score and kv columns."""
-        rows, half_width = self.rows, self.geometry.half_width
-        if rows.mixed:
-            step = ops.select64(from_ring, Int64(half_width * rows.ring_bytes), Int64(half_width * rows.input_bytes))
-            return tuple(ops.load_mixed2(at, from_ring) for at in (address + step, address))
-        count = COLUMNS * rows.input_bytes // 4
-        score = ops.load_words(address + half_width * rows.input_bytes, count)
-        return score, ops.load_words(address, count)
-
-    def fp32(self, words: list) -> list:
-        if self.rows.input_bytes == 4 or self.rows.mixed:
-            return [ops.from_bits(word) for word in words]
-        return [value for word in words for value in ops.unpack_bf16(word)]
-
-    def pool(self, opened: Opened, groups, thread) -> None:
+    def pool(self, opened: Opened, groups, thread, landing) -> None:
         """A group's m, l, o of a lane's columns → shared `[3, groups, tile]`."""
-        scores, values = [], []
-        for (score, value), ape in zip(opened.rows, opened.ape, strict=True):
-            scores.append([ops.add(a, b) for a, b in zip(self.fp32(score), ape, strict=True)])
-            values.append(self.fp32(value))
+        ops.wait_for_copies()
+        ops.warp_sync()
+        scores, values = self.tile.read(landing, thread // LANES, thread % LANES, opened.num_ring)
+        scores = [[ops.add(a, b) for a, b in zip(*row, strict=True)] for row in zip(scores, opened.ape, strict=True)]
         partial = [pool_rows([s[i] for s in scores], [v[i] for v in values]) for i in range(COLUMNS)]
         at = groups + 4 * (thread // LANES * TILE + thread % LANES * COLUMNS)
         for part in range(3):
@@ -187,16 +164,25 @@ class TilesKernel:
         ops.barrier(1, self.threads)
 
     def close(self, operands: Operands, opened: Opened, tile, lane, groups, sums, arrived) -> None:
-        """Merge, norm, rotate, store."""
+        """Merge, norm, rotate, store: 4 columns a lane; the upper half warp only keeps the lower company."""
         geometry = self.geometry
-        column = self.closing_column(tile * TILE, lane)
+        column = tile * TILE + lane % (TILE // LEAF) * LEAF
         place = operands.place(opened.slot, self.writer.format.value_bytes, self.writer.format.scale_bytes)
         c = merge_tile(groups, column - tile * TILE)
         squares = lane_sum(leaf_squares(c), TILE // LEAF)
+        weight, cos, sin = self.tables(operands, column, opened.position)  # they come while the sums travel
+        ops.barrier_expect_if(arrived, 4 * self.tiles, Int32(lane == 0))
         ops.cluster_wait()  # every block's barrier is set up
         ops.send_to_peer(sums + 4 * tile, arrived, squares, lane, Int32(lane < self.tiles))
         ops.barrier_wait(arrived, 0, "cluster")
         squares = tree([value for i in range(0, self.tiles, 4) for value in ops.shared_fp32(sums + 4 * i, 4)])
-        x = normalise(c, squares, opened.weight, geometry.head_dim, operands.eps)
-        x = rotate(x, opened.cos, opened.sin, Int32(column >= geometry.nope_dim))
+        x = normalise(c, squares, weight, geometry.head_dim, operands.eps)
+        x = rotate(x, cos, sin, Int32(column >= geometry.nope_dim))
         self.writer.write(x, column, Int32(lane < TILE // LEAF), place, operands.floors)
+
+    def tables(self, operands: Operands, column, position) -> tuple:
+        """Norm weight, cos and sin of a lane's columns."""
+        rope_column = ops.asm("max.s32 $0, $1, 0;", [Int32], [column - self.geometry.nope_dim])
+        angle = operands.cos_sin + 4 * (Int64(position) * self.geometry.rope_dim + Int64(rope_column // 2))
+        weight = ops.load_fp32(operands.norm_weight + 4 * Int64(column), LEAF)
+        return weight, ops.load_fp32(angle, LEAF // 2), ops.load_fp32(angle + 2 * self.geometry.rope_dim, LEAF // 2)

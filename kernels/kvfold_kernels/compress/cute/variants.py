@@ -50,11 +50,11 @@ class Variant:
         return Geometry(kind.name, kind.ratio, kind.head_dim)
 
 
-STREAM_WINDOWS: Final = 31
-"""From so many windows on, hca streams tiles through the shared memory of persistent blocks. An H200 holds 30 clusters
-of the other kernel's blocks at once; one more would wait for a whole round."""
-MIXED_STREAM_WINDOWS: Final = 16
-"""The same for bf16 input with fp32 rings, whose blocks take a whole multiprocessor each."""
+STREAM_WINDOWS: Final = 46
+"""From so many windows on, hca streams tiles through the shared memory of persistent blocks. An H200 holds 45 clusters
+of the other kernel's blocks at once, three blocks a multiprocessor; one more would wait for a whole round."""
+MIXED_STREAM_WINDOWS: Final = 31
+"""The same for bf16 input with fp32 rings: two blocks a multiprocessor, since each takes more registers."""
 
 
 EARLY_BLOCKS: Final = 160
@@ -139,4 +139,4 @@ def compile_time(variant: Variant):
     assert geometry.window_rows % GROUPS == 0
     if variant.shape == "stream":
         return StreamKernel(geometry, rows, writer, 6 if rows.ring_bytes == 2 else 3)
-    return TilesKernel(geometry, rows, writer, 1 if rows.mixed else 2)
+    return TilesKernel(geometry, rows, writer)
