@@ -96,6 +96,9 @@ class FakeCuda(Cuda):
         self.locked.append(range(memory.data_ptr(), memory.data_ptr() + len(memory)))
         return memory.view(dtype)
 
+    def seen_by_device(self, locked: torch.Tensor) -> torch.Tensor:
+        return locked
+
     def lock_pages(self, address: int, num_bytes: int) -> bool:
         self.locked.append(range(address, address + num_bytes))
         return True
@@ -213,7 +216,8 @@ class PoisonedRunner(DeviceRunner):
         self._plans._device.fill_(POISON)
         self._plans._array[self._plans._counts_at :] = POISON
         self._plans._flags_back.fill_(0)
-        self._rows._bytes.fill_(0xFF)
+        for memory in (self._far, self._near):
+            memory._bytes.fill_(0xFF)
         return super().run(work)
 
 

@@ -18,7 +18,7 @@ from kvfold_service import execute
 from kvfold_service.device import DeviceRunner
 from kvfold_service.errors import BrokenDeviceError
 from kvfold_service.reserve import Wanted
-from kvfold_service.rows import BOUNCE_BYTES, Move, RowsBuffer, one_behind_the_other, together
+from kvfold_service.rows import BOUNCE_BYTES, NEAR_BYTES, FarRows, Move, one_behind_the_other, together
 from kvfold_service.runner import HostRunner
 from kvfold_service.staging import Staging
 from kvfold_service.step import parse_step
@@ -40,7 +40,9 @@ from tests.service_cases import (
 
 
 @pytest.fixture
-def cuda() -> FakeCuda:
+def cuda(monkeypatch) -> FakeCuda:
+    """Here even few rows come by copies, unless a test says otherwise."""
+    monkeypatch.setattr("kvfold_service.rows.NEAR_BYTES", 0)
     return FakeCuda()
 
 
@@ -128,6 +130,25 @@ def test_a_merged_batch_comes_in_as_few_copies_as_its_frames_allow(cuda):
         assert_entries(framed.worker, f"r{i}", CSA)
 
 
+@pytest.mark.parametrize("graphs", [False, True])
+def test_few_rows_are_read_where_the_host_has_put_them(cuda, monkeypatch, graphs):
+    monkeypatch.setattr("kvfold_service.rows.NEAR_BYTES", NEAR_BYTES)
+    framed = Framed(made(cuda, graphs=graphs))
+    fits = NEAR_BYTES // (4 * 1024)
+    for start in range(8):
+        framed.run([("r", start, 1)])
+    framed.run([("r", 8, fits)])
+    assert cuda.sends == []
+    framed.run([("r", 8 + fits, fits + 1)])
+    assert sum(num_bytes * count for num_bytes, count in cuda.sends) == (fits + 1) * 4 * 1024
+    run(framed.worker, [("s", 0, 5)])
+    assert cuda.unlocked_sends == 0
+    assert cuda.replays == (7 if graphs else 0)
+    for name in NAMES:
+        assert_entries(framed.worker, "r", name)
+        assert_entries(framed.worker, "s", name)
+
+
 PIECES = st.lists(st.tuples(st.sampled_from([16, 32, 100]), st.sampled_from([0, 16, 64])), min_size=1, max_size=12)
 
 
@@ -192,7 +213,7 @@ def test_a_layer_after_layer_frame_comes_in_a_copy_for_each_size():
 
 
 def test_rows_are_seen_where_they_were_brought(cuda):
-    rows = RowsBuffer(cuda, 1 << 16, "cpu")
+    rows = FarRows(cuda, 1 << 16, "cpu")
     data = np.arange(64 * 16, dtype=np.float32)
     rows.send([(0, memoryview(b""), 0), (256, memoryview(data.tobytes()), data.nbytes)])
     cuda.synchronize()
@@ -275,7 +296,9 @@ def test_a_device_that_stays_broken_says_so(cuda):
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-def test_the_first_value_that_is_not_finite_is_told(cuda, graphs):
+@pytest.mark.parametrize("near_bytes", [0, NEAR_BYTES])
+def test_the_first_value_that_is_not_finite_is_told(cuda, monkeypatch, near_bytes, graphs):
+    monkeypatch.setattr("kvfold_service.rows.NEAR_BYTES", near_bytes)
     worker = made(cuda, graphs=graphs)
     framed = Framed(worker)
     for _ in range(3):

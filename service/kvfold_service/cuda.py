@@ -30,6 +30,18 @@ class Graph(Protocol):
     def reset(self) -> None: ...
 
 
+class _Mapped:
+    """Memory of the host by its address, as torch takes it from other libraries of the device."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
 class Cuda:
     """The current device, and a stream of its own: what is captured must not lie on the default one."""
 
@@ -52,6 +64,10 @@ class Cuda:
 
     def page_locked(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, pin_memory=True)
+
+    def seen_by_device(self, locked: torch.Tensor) -> torch.Tensor:
+        """Page-locked uint8 `[n]` as a tensor of the device: both have one address space."""
+        return torch.as_tensor(_Mapped(locked.data_ptr(), locked.numel()), device="cuda")
 
     def lock_pages(self, address: int, num_bytes: int) -> bool:
         """Page-lock memory of the host, so that copies from it do not wait; False (and a warning) if that fails."""

@@ -3,7 +3,8 @@
     a step           copies of the rows · copy of flags, counts and plans · kernels · copy of the flags back · wait
     a captured step  copies of the rows · replay of all the rest · wait
 
-See `plans` for why plans come by a copy and by nothing else, `graphs` for what is captured.
+See `rows` for few rows, which the host alone copies, `plans` for why plans come by a copy and by nothing else, `graphs`
+for what is captured.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from kvfold_service.errors import BrokenDeviceError
 from kvfold_service.graphs import MAX_BUCKET, Graphs, Key
 from kvfold_service.launches import Call, Launches
 from kvfold_service.plans import PlanBuffer, Room, most_ints, most_windows
-from kvfold_service.rows import RowsBuffer, one_behind_the_other
+from kvfold_service.rows import FarRows, NearRows, one_behind_the_other
 from kvfold_service.runner import GraphMode, HostRunner, NonFiniteError, Ran, Runner, Work, step_failed
 
 log = logging.getLogger("kvfold")
@@ -28,10 +29,12 @@ log = logging.getLogger("kvfold")
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """What the launches of a captured step are given: calls, room for plans, and where each compressor's rows begin."""
+    """What the launches of a captured step are given: calls, room for plans, where the rows go and where each
+    compressor's begin there."""
 
     calls: tuple[Call, ...]
     rooms: tuple[Room, ...]
+    memory: FarRows | NearRows
     starts: tuple[int, ...]
 
 
@@ -56,7 +59,7 @@ class DeviceRunner:
         self.most_merged_rows = min(max_step_tokens, max_step_bytes // token_bytes)
         self._began, self._copied, self._done = (self._cuda.timer() for _ in range(3))
         room = max_step_bytes + wire.FRAME_ALIGN * len(caches.compressors)
-        self._rows = RowsBuffer(self._cuda, room, backend.device)
+        self._far, self._near = FarRows(self._cuda, room, backend.device), NearRows(self._cuda)
         ints = sum(most_ints(cache, caches.num_rings, max_step_tokens) for cache in caches.compressors)
         self._plans = PlanBuffer(self._cuda, backend.device, len(caches.compressors), ints, backend.flags)
         self._launches = Launches(backend, caches.compressors, self._plans.flags)
@@ -68,7 +71,7 @@ class DeviceRunner:
 
     def lock(self, block: memoryview) -> None:
         """Page-lock the memory that most rows will come from."""
-        self._rows.lock(block)
+        self._far.lock(block)
 
     def run(self, work: Sequence[Work]) -> Ran:
         try:
@@ -109,7 +112,7 @@ class DeviceRunner:
         if self._graphs is None or step is None:
             launches = self._launch_exact(work)
         else:
-            self._send_rows(work, step.operands.starts)
+            self._send_rows(work, step.operands.memory, step.operands.starts)
             self._copied.record()
             self._plans.fill(step.operands.rooms, [item.plan for item in work])
             launches = self._graphs.run(step)
@@ -120,15 +123,16 @@ class DeviceRunner:
 
     def _launch_exact(self, work: Sequence[Work]) -> tuple[int, ...]:
         starts, end = one_behind_the_other(item.plan.num_tokens * _row_bytes(item) for item in work)
-        assert end <= self._rows.num_bytes, "a step has more rows than a body may have"
-        self._send_rows(work, starts)
+        assert end <= self._far.num_bytes, "a step has more rows than a body may have"
+        memory = self._memory_of(end)
+        self._send_rows(work, memory, starts)
         plans = self._plans.send([item.plan for item in work])
         self._copied.record()
         calls = [
             Call(
                 item.cache,
                 *plan,
-                self._rows.view(item.dtype, start, item.plan.num_tokens, _width(item.cache)),
+                memory.view(item.dtype, start, item.plan.num_tokens, _width(item.cache)),
             )
             for item, plan, start in zip(work, plans, starts, strict=True)
         ]
@@ -136,7 +140,11 @@ class DeviceRunner:
         self._plans.fetch_flags(len(work))
         return launches
 
-    def _send_rows(self, work: Sequence[Work], starts: Iterable[int]) -> None:
+    def _memory_of(self, num_bytes: int) -> FarRows | NearRows:
+        """Where so many bytes of rows go."""
+        return self._near if num_bytes <= self._near.num_bytes else self._far
+
+    def _send_rows(self, work: Sequence[Work], memory: FarRows | NearRows, starts: Iterable[int]) -> None:
         pieces = []
         for item, start in zip(work, starts, strict=True):
             row_bytes = _row_bytes(item)
@@ -144,7 +152,7 @@ class DeviceRunner:
                 num_bytes = part.num_tokens * row_bytes
                 pieces.append((start, part.tensor.data, num_bytes))
                 start += num_bytes
-        self._rows.send(pieces)
+        memory.send(pieces)
 
     # -- a captured step -----------------------------------------------------------------------------------------
 
@@ -155,19 +163,20 @@ class DeviceRunner:
         sizes = [key.bucket * width * wire.ITEM_BYTES[dtype] for width, dtype in zip(widths, key.dtypes, strict=True)]
         order = sorted(range(len(sizes)), key=sizes.__getitem__)
         placed, end = one_behind_the_other(sizes[i] for i in order)
-        if end > self._rows.num_bytes:
+        if end > self._far.num_bytes:
             return None
+        memory = self._memory_of(end)
         starts = [start for _, start in sorted(zip(order, placed, strict=True))]
         rooms = self._plans.rooms(len(caches), key.bucket)
         rows = [
-            self._rows.view(dtype, start, key.bucket, width)
+            memory.view(dtype, start, key.bucket, width)
             for dtype, start, width in zip(key.dtypes, starts, widths, strict=True)
         ]
         calls = [
             Call(cache, room.windows, room.appends, view, room.counts)
             for cache, room, view in zip(caches, rooms, rows, strict=True)
         ]
-        return Fixed(tuple(calls), tuple(rooms), tuple(starts))
+        return Fixed(tuple(calls), tuple(rooms), memory, tuple(starts))
 
     def _launch_fixed(self, key: Key, fixed: Fixed) -> tuple[int, ...]:
         """All of a captured step but its rows. Looks at nothing that only the host knows."""

@@ -1,7 +1,8 @@
 """Rows of a step on their way to the device: where each compressor's will lie there, and with how few copies they come.
 
 A frame's tensors lie one behind the other in staging, each at a multiple of 64 bytes. Laid out alike on the device they
-come in one copy; with room between them, as a captured graph has it, in one copy for all of the same size.
+come in one copy; with room between them, as a captured graph has it, in one copy for all of the same size. Few rows do
+not come at all: the kernels read them where the host has put them, in page-locked memory.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from kvfold_service.cuda import Cuda
 BOUNCE_BYTES: Final = 4 << 20
 """Rows from memory that is not page-locked (msgpack bodies, the canary) pass through so many bytes that are: a copy
 from other memory waits for the stream."""
+NEAR_BYTES: Final = 64 << 10
+"""Rows of a step that the kernels read over the bus. Measured (docs/performance.md): up to here that is sooner done
+than a copy and its launch, from 256 KiB on it is not."""
 MAX_PITCH: Final = 2**31 - 1
 """Of a copy in pieces, on both sides: cudaDeviceProp.memPitch."""
 _STAGING, _BOUNCE = 0, 1
@@ -126,14 +130,39 @@ def _address(data: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(data))
 
 
-class RowsBuffer:
-    """Memory of the device for a step's rows, uint8 `[num_bytes]`, and the way there."""
+class _Memory:
+    """uint8 `[num_bytes]` as a device sees it."""
+
+    def __init__(self, on_device: torch.Tensor) -> None:
+        self.num_bytes = on_device.numel()
+        self._bytes = on_device
+        self._typed = {name: on_device.view(dtype) for name, dtype in TORCH_DTYPES.items()}
+
+    def view(self, dtype: str, start: int, num_rows: int, width: int) -> torch.Tensor:
+        """`[num_rows, width]` from byte `start` on."""
+        return self._typed[dtype].as_strided((num_rows, width), (width, 1), start // wire.ITEM_BYTES[dtype])
+
+
+class NearRows(_Memory):
+    """Page-locked memory of the host, for few rows: the kernels read them there."""
+
+    def __init__(self, cuda: Cuda) -> None:
+        host = cuda.page_locked(NEAR_BYTES, torch.uint8)
+        super().__init__(cuda.seen_by_device(host))
+        self._host = host.numpy()
+
+    def send(self, sources: Iterable[tuple[int, memoryview, int]]) -> None:
+        """See `FarRows.send`; what was here before must have been read."""
+        for start, data, num_bytes in sources:
+            self._host[start : start + num_bytes] = data[:num_bytes]
+
+
+class FarRows(_Memory):
+    """Memory of the device, and the way there."""
 
     def __init__(self, cuda: Cuda, num_bytes: int, device: str) -> None:
+        super().__init__(torch.empty(aligned(num_bytes), dtype=torch.uint8, device=device))
         self._cuda = cuda
-        self.num_bytes = aligned(num_bytes)
-        self._bytes = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
-        self._typed = {name: self._bytes.view(dtype) for name, dtype in TORCH_DTYPES.items()}
         self._bounce = cuda.page_locked(BOUNCE_BYTES, torch.uint8).numpy()
         self._locked = range(0)
 
@@ -142,10 +171,6 @@ class RowsBuffer:
         address = _address(block)
         if self._cuda.lock_pages(address, len(block)):
             self._locked = range(address, address + len(block))
-
-    def view(self, dtype: str, start: int, num_rows: int, width: int) -> torch.Tensor:
-        """`[num_rows, width]` from byte `start` on."""
-        return self._typed[dtype].as_strided((num_rows, width), (width, 1), start // wire.ITEM_BYTES[dtype])
 
     def send(self, sources: Iterable[tuple[int, memoryview, int]]) -> None:
         """(start, bytes, how many of them) of each piece of rows → the device, without waiting; the bytes must stay

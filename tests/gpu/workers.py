@@ -45,7 +45,7 @@ def make(backend: backends.Backend, room: Room, graphs: bool, body: dict[str, An
     limits = {"max_requests": 300, "pages": 20000, "max_step_bytes": 256 << 20} | limits
     worker = Worker(manifest, weights.seeded(manifest, 1), backend, graphs=graphs, **limits)
     assert isinstance(worker.runner, DeviceRunner)
-    rows = worker.runner._rows
+    rows = worker.runner._far
     if not room.locked:  # memory can be page-locked once; later workers are told
         rows.lock(room.staging.block)
         room.locked = rows._locked
