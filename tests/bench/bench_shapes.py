@@ -18,6 +18,7 @@ import torch
 
 from kvfold_kernels.compress import cute
 from tests.bench.bench_gpu import Ours, cases, copy_rate, graph_us
+from tests.bench.measure import from_root
 
 PAIRS = (("bf16", "bf16"), ("fp32", "fp32"), ("bf16", "fp32"))
 SHAPES = {"tiles": 10**6, "stream": 1}
@@ -60,13 +61,14 @@ def main() -> None:
         "date": time.strftime("%Y-%m-%d"),
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
-        "kernels": cute.kernels().origin,
+        "kernels": from_root(cute.kernels().origin),
         "clusters": cute.max_clusters(),
         "copy_bytes_per_s": rate,
         "rows": {},
     }
-    more = [(f"C128 decode {n} all", 128, [4096 + 127] * n, [1] * n, "decode") for n in (2, 4, 6, 8, 12, 15, 16, 24)]
-    more += [(f"C128 prefill {128 * n}", 128, [0], [128 * n], "prefill") for n in (2, 4, 6, 12, 15, 16, 24)]
+    decodes, prefills = (2, 4, 6, 8, 12, 15, 16, 24, 30, 31, 40, 45, 48), (2, 4, 6, 12, 15, 16, 24, 30, 40)
+    more = [(f"C128 decode {n} all", 128, [4096 + 127] * n, [1] * n, "decode") for n in decodes]
+    more += [(f"C128 prefill {128 * n}", 128, [0], [128 * n], "prefill") for n in prefills]
     for name, ratio, starts, lengths, _ in (*cases(), *more):
         if args.only in name:
             row = result["rows"][name] = row_of(ratio, starts, lengths, rate)

@@ -13,12 +13,17 @@ from typing import Any
 from kvfold_kernels.bench.result import environment
 from kvfold_kernels.bench.timing import median_us
 
-__all__ = ["environment", "median_us", "percentiles", "process", "save", "worker"]
+__all__ = ["environment", "from_root", "median_us", "percentiles", "process", "save", "worker"]
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
     ordered = sorted(values)
     return {f"p{p}": round(ordered[min(len(ordered) - 1, len(ordered) * p // 100)], 1) for p in (50, 90, 99)}
+
+
+def from_root(text: str) -> str:
+    """Paths of this checkout as they are from its root."""
+    return text.replace(f"{Path(__file__).parents[2]}/", "")
 
 
 def save(path: Path, results: dict[str, Any]) -> None:

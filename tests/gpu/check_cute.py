@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import pathlib
+import sys
 import time
 from types import SimpleNamespace
 
@@ -260,8 +261,8 @@ def check_shapes(given: str, ring: str, starts: list[int], lengths: list[int]) -
     first_rings = torch.randn(batch, geometry.ring_rows, geometry.row_width, device="cuda").to(DTYPES[ring])
     device, results = on_gpu(compressor), []
     points = (cute.variants.STREAM_WINDOWS, cute.variants.MIXED_STREAM_WINDOWS)
-    for windows in (10**6, 1):
-        cute.variants.STREAM_WINDOWS = cute.variants.MIXED_STREAM_WINDOWS = windows
+    for switch in (10**6, 1):
+        cute.variants.STREAM_WINDOWS = cute.variants.MIXED_STREAM_WINDOWS = switch
         pages = torch.full((num_pages, layout.page_bytes), 0xFF, dtype=torch.uint8, device="cuda")
         rings = first_rings.clone()
         for _ in range(3):
@@ -338,7 +339,7 @@ def check_far_pages() -> str:
     return f"{'ok ' if same else 'BAD'} pages up to {num_pages * layout.page_bytes / 2**30:.1f} GiB"
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--library", type=pathlib.Path)
@@ -405,7 +406,8 @@ def main() -> None:
         bad += line.startswith("BAD")
         print(f"{name:34s} {line} ({time.perf_counter() - start:.1f} s)", flush=True)
     print(f"{bad} bad")
+    return int(bad > 0)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -31,6 +31,7 @@ from kvfold_kernels.compress import cute  # noqa: E402
 
 IMPORTED = time.perf_counter()
 
+from tests.bench.measure import from_root  # noqa: E402
 from tests.cases import Holder, make_compressor, make_rows  # noqa: E402
 from tests.gpu.check_cute import on_gpu  # noqa: E402
 
@@ -81,7 +82,7 @@ def main() -> None:
         "load_s": loaded - context,
         "first_step_s": steps.run(),
         "second_step_s": steps.run(),
-        "origin": cute.kernels().origin,
+        "origin": from_root(cute.kernels().origin),
         "clusters": cute.max_clusters(),
         "compiler_imported": "cutlass" in sys.modules,
         "device": torch.cuda.get_device_name(),
