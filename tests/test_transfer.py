@@ -12,6 +12,7 @@ import pytest
 import xxhash
 
 from kvfold_client import Client
+from kvfold_service.caches import CompressorCache
 from kvfold_service.calls import parse_import
 from kvfold_service.worker import Worker
 from tests.service_cases import (
@@ -66,6 +67,13 @@ def pages(worker: Worker, name: str, id: str = "r") -> list[str]:
     return worker.request(id)["compressors"][name]["pages"]
 
 
+@pytest.fixture(params=["host", "device"])
+def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`device`: pages are read and written as those of a GPU are, a few entries at a time."""
+    monkeypatch.setattr(CompressorCache, "in_host_memory", request.param == "host")
+    monkeypatch.setattr("kvfold_service.caches._ENTRIES_AT_A_TIME", 7)
+
+
 # -- moving on -----------------------------------------------------------------------------------------------------
 
 
@@ -111,11 +119,13 @@ def test_a_request_moves_at_any_phase_of_its_windows(start, num_tokens):
     move(start, SMALL, NAMES, [*ragged, num_tokens - sum(ragged)], [1, 5, 3, 40])
 
 
+@pytest.mark.usefixtures("memory")
 @pytest.mark.parametrize("num_tokens", [127, 128, 129, 130, 255, 256, 257])
 def test_a_request_moves_around_a_window_of_128(start, num_tokens):
     move(start, REAL, REAL_NAMES, [100, num_tokens - 100], [1, 3, 1, 25])
 
 
+@pytest.mark.usefixtures("memory")
 def test_rings_that_have_turned(start):
     """Thirty tokens one by one, then to and fro between two workers at every token."""
     here, there = start(), start(manifest=elsewhere(SMALL, 0))
@@ -484,6 +494,7 @@ def test_an_export_that_is_malformed(start, body):
 # -- verify --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("memory")
 def test_digests_are_of_page_free_rows(start):
     """Partly filled pages, pages without their first entries, and of workers with other page bytes."""
     giver, taker, third = start(), start(manifest=elsewhere(SMALL)), start(manifest=elsewhere(SMALL, page_bytes=3200))

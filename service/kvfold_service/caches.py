@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
+import xxhash
 from numpy.typing import NDArray
 
 from kvfold_kernels import pages
@@ -27,7 +28,8 @@ from kvfold_service.manifest import CompressorPart, Manifest
 from kvfold_service.tables import Tables
 from kvfold_service.weights import Weights
 
-_ENTRIES_AT_A_TIME: Final = 1024
+_ENTRIES_AT_A_TIME: Final = 8192
+"""Between a device's pages and the host: each time costs a wait, and takes memory for so many entries on both sides."""
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -40,6 +42,32 @@ class PageGroup:
     layout: PageLayout
     pool: PagePool
     pages: torch.Tensor
+
+
+class Entries(NamedTuple):
+    """Entries [start, stop) of the request in a slot."""
+
+    slot: int
+    start: int
+    stop: int
+
+
+def _together(parts: Iterable[Entries]) -> Iterator[list[Entries]]:
+    """Some at a time, but always one."""
+    some: list[Entries] = []
+    num_entries = 0
+    for part in parts:
+        num_entries += part.stop - part.start
+        if some and num_entries > _ENTRIES_AT_A_TIME:
+            yield some
+            some, num_entries = [], part.stop - part.start
+        some.append(part)
+    if some:
+        yield some
+
+
+def _digest(rows: torch.Tensor) -> str:
+    return xxhash.xxh3_64_hexdigest(rows.numpy().data)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,10 +145,14 @@ class CompressorCache:
             self.group.pool.release(self.page_table[slot, keep:held])
             self.num_pages[slot] = keep
 
+    @property
+    def in_host_memory(self) -> bool:
+        return self.group.pages.device.type == "cpu"
+
     def page_free_rows(self, slot: int, start: int, stop: int) -> torch.Tensor:
         """uint8 `[stop − start, entry_bytes]` of a request's entries, on the host."""
         rows = torch.empty((stop - start, self.group.layout.format.entry_bytes), dtype=torch.uint8)
-        if self.group.pages.device.type == "cpu":
+        if self.in_host_memory:
             table, layout = self.page_table[slot], self.group.layout
             read_rows(self.group.pages.numpy(), table, layout, start, stop, rows.numpy())
             return rows
@@ -130,12 +162,23 @@ class CompressorCache:
 
     def put_page_free_rows(self, slot: int, start: int, rows: NDArray[np.uint8]) -> None:
         """The inverse: `[n, entry_bytes]` become a request's entries [start, start + n); its pages are in place."""
-        if self.group.pages.device.type == "cpu":
+        if self.in_host_memory:
             write_rows(self.group.pages.numpy(), self.page_table[slot], self.group.layout, start, rows)
             return
         for first, end, slots in self._some_at_a_time(slot, start, start + len(rows)):
             part = torch.from_numpy(rows[first - start : end - start].copy()).to(self.group.pages.device)
             pages.write_rows(self.group.pages, slots, self.group.layout, part)
+
+    def digests(self, parts: Iterable[Entries]) -> list[str]:
+        """XXH3-64 of each part as page-free rows, in 16 hex digits."""
+        if self.in_host_memory:
+            return [_digest(self.page_free_rows(*part)) for part in parts]
+        found: list[str] = []
+        for some in _together(parts):
+            slots = torch.from_numpy(np.concatenate([self.entry_slots(*part) for part in some]))
+            rows = pages.read_entries(self.group.pages, slots.to(self.group.pages.device), self.group.layout).cpu()
+            found += [_digest(piece) for piece in rows.split([part.stop - part.start for part in some])]
+        return found
 
     def _some_at_a_time(self, slot: int, start: int, stop: int) -> Iterator[tuple[int, int, torch.Tensor]]:
         """Entries [first, end) and their output slots, so that what a copy needs in between stays small."""

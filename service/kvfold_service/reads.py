@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-import xxhash
 
 from kvfold_client import wire
 from kvfold_service.blocks import ForgedHandleError, StaleEpochError
-from kvfold_service.caches import CompressorCache
+from kvfold_service.caches import CompressorCache, Entries
 from kvfold_service.errors import ServiceError
 
 if TYPE_CHECKING:
@@ -24,6 +23,11 @@ class _Page(NamedTuple):
     page_idx: int
     first: int
     end: int
+
+    @property
+    def entries(self) -> Entries:
+        base = self.page_idx * self.cache.page_entries
+        return Entries(self.slot, base + self.first, base + self.end)
 
 
 def read_pages(worker: Worker, handles: list[str], tenant: str) -> dict[str, Any]:
@@ -48,12 +52,14 @@ def num_unread(worker: Worker) -> int:
 def verify(worker: Worker, handles: list[str], tenant: str) -> dict[str, Any]:
     """xxh3-64 (16 hex digits) of each page's valid entries as page-free rows. Raises unknown_handle, stale_handle."""
     found = _find(worker, handles, tenant)
-    pages = []
-    for handle, page in zip(handles, found, strict=True):
-        base = page.page_idx * page.cache.page_entries
-        rows = page.cache.page_free_rows(page.slot, base + page.first, base + page.end)
-        pages.append({**_head(handle, page), "xxh3_64": xxhash.xxh3_64_hexdigest(rows.contiguous().numpy().data)})
-    return {"version": wire.PROTOCOL_VERSION, "pages": pages}
+    digests: list[str] = []
+    for cache, pages in itertools.groupby(found, lambda page: page.cache):
+        digests += cache.digests(page.entries for page in pages)
+    told = zip(handles, found, digests, strict=True)
+    return {
+        "version": wire.PROTOCOL_VERSION,
+        "pages": [{**_head(handle, page), "xxh3_64": digest} for handle, page, digest in told],
+    }
 
 
 def locate(worker: Worker, handles: list[str], tenant: str) -> dict[str, Any]:

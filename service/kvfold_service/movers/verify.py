@@ -13,10 +13,10 @@ import asyncio
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
-import xxhash
 
 from kvfold_client import wire
 from kvfold_service.arrivals import Incoming
+from kvfold_service.caches import Entries
 from kvfold_service.errors import ServiceError
 from kvfold_service.movers import Move, Span
 from kvfold_service.movers.http import fetch, ranges
@@ -114,9 +114,7 @@ async def _compare_bytes(engine: Engine, move: Move, span: Span, page: _Page) ->
 
 def _digests(incoming: Incoming, span: Span, pages: list[_Page]) -> list[str]:
     """XXH3-64 of entries as they lie in our pages. Engine thread."""
-    slot = incoming.request.slot
-    rows = (span.cache.page_free_rows(slot, page.first, page.end) for page in pages)
-    return [xxhash.xxh3_64_hexdigest(part.contiguous().numpy().data) for part in rows]
+    return span.cache.digests(Entries(incoming.request.slot, page.first, page.end) for page in pages)
 
 
 def _corrupt(move: Move, span: Span) -> ServiceError:
