@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.bench.bench_gpu import cases
+from tests.gpu import bound
 from tests.gpu.__main__ import ROOT, Part, main, parts, run_all
 
 
@@ -42,3 +44,21 @@ def test_a_part_that_is_none(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         main([f"--out={tmp_path}", "--only", "nothing"])
     assert "check_cute" in capsys.readouterr().err
+
+
+def test_what_ncu_counts_is_read():
+    """Its CSV has a line of names, one of units, then a launch a line; the watched program's own lines stand before."""
+    names = ["ID", "Kernel Name", *bound.METRICS.values(), *map(bound.stall_metric, bound.STALLS)]
+    line = ["0", "kernel_cutlass_kernel"] + ["1,234.5"] * len(bound.METRICS) + ["0.01"] * len(bound.STALLS)
+    line[names.index(bound.stall_metric("long_scoreboard"))] = "7.125"
+    line[names.index(bound.stall_metric("barrier"))] = "0.4"
+    rows = [names, [""] * len(names), line, line]
+    report = "==PROF== Connected\n" + "\n".join(",".join(f'"{value}"' for value in row) for row in rows) + "\n"
+    first, second = bound.launches(report)
+    assert first == second
+    assert (first["us"], first["dram_percent"]) == (1.2345, 1234.5)
+    assert list(first["stalls"].items()) == [("long_scoreboard", 7.12), ("barrier", 0.4)]
+
+
+def test_rows_that_are_profiled_are_rows():
+    assert {name for name, _ in bound.ROWS} <= {case[0] for case in cases()}

@@ -45,6 +45,7 @@ def parts(peers: Path | None) -> list[Part]:
         checks.append(_kept(f"read_back_{backend}", f"tests/gpu/read_back.py {chosen}", 120))
         checks.append(_kept(f"worker_{backend}", f"tests/gpu/check_worker.py {chosen}", 400))
         times.append(_kept(f"pinned_{backend}", f"-m tests.bench.bench_pinned {chosen}", 120))
+    times.append(_kept("bound_cute", "-m tests.gpu.bound", 180))
     times.append(_kept("near_cute", "-m tests.bench.bench_near", 120))
     times.append(_kept("shapes", "-m tests.bench.bench_shapes", 200))
     if peers is not None:
