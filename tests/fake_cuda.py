@@ -216,7 +216,7 @@ class PoisonedRunner(DeviceRunner):
         self._plans._device.fill_(POISON)
         self._plans._array[self._plans._counts_at :] = POISON
         self._plans._flags_back.fill_(0)
-        for memory in (self._far, self._near):
+        for memory in filter(None, (self._far, self._near)):
             memory._bytes.fill_(0xFF)
         return super().run(work)
 

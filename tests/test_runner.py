@@ -149,6 +149,16 @@ def test_few_rows_are_read_where_the_host_has_put_them(cuda, monkeypatch, graphs
         assert_entries(framed.worker, "s", name)
 
 
+def test_a_device_that_does_not_read_host_memory_gets_copies(cuda, monkeypatch):
+    monkeypatch.setattr("kvfold_service.rows.NEAR_BYTES", NEAR_BYTES)
+    monkeypatch.setattr(FakeCuda, "reads_host_memory", False)
+    framed = Framed(made(cuda))
+    for start in range(5):
+        framed.run([("r", start, 1)])
+    assert len(cuda.sends) >= 5
+    assert_entries(framed.worker, "r", CSA)
+
+
 PIECES = st.lists(st.tuples(st.sampled_from([16, 32, 100]), st.sampled_from([0, 16, 64])), min_size=1, max_size=12)
 
 

@@ -65,6 +65,11 @@ class Cuda:
     def page_locked(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, pin_memory=True)
 
+    @property
+    def reads_host_memory(self) -> bool:
+        """Whether `seen_by_device` can be called: on ROCm it was never tried."""
+        return torch.version.hip is None
+
     def seen_by_device(self, locked: torch.Tensor) -> torch.Tensor:
         """Page-locked uint8 `[n]` as a tensor of the device: both have one address space."""
         return torch.as_tensor(_Mapped(locked.data_ptr(), locked.numel()), device="cuda")

@@ -59,7 +59,8 @@ class DeviceRunner:
         self.most_merged_rows = min(max_step_tokens, max_step_bytes // token_bytes)
         self._began, self._copied, self._done = (self._cuda.timer() for _ in range(3))
         room = max_step_bytes + wire.FRAME_ALIGN * len(caches.compressors)
-        self._far, self._near = FarRows(self._cuda, room, backend.device), NearRows(self._cuda)
+        self._far = FarRows(self._cuda, room, backend.device)
+        self._near = NearRows(self._cuda) if self._cuda.reads_host_memory else None
         ints = sum(most_ints(cache, caches.num_rings, max_step_tokens) for cache in caches.compressors)
         self._plans = PlanBuffer(self._cuda, backend.device, len(caches.compressors), ints, backend.flags)
         self._launches = Launches(backend, caches.compressors, self._plans.flags)
@@ -142,7 +143,7 @@ class DeviceRunner:
 
     def _memory_of(self, num_bytes: int) -> FarRows | NearRows:
         """Where so many bytes of rows go."""
-        return self._near if num_bytes <= self._near.num_bytes else self._far
+        return self._near if self._near and num_bytes <= self._near.num_bytes else self._far
 
     def _send_rows(self, work: Sequence[Work], memory: FarRows | NearRows, starts: Iterable[int]) -> None:
         pieces = []
