@@ -286,13 +286,34 @@ def test_what_the_page_says_of_sizes():
                 assert told[0][3] == round(all_rows / 1e9, 1)
 
 
+PHASES = {"entries alone": "move", "whole, verified": "whole", "": "move"}
+
+
+def told_rates(heading: str) -> dict[str, str]:
+    table = PAGE.split(heading)[1].split("\n#")[0]
+    return dict(re.findall(r"^\| (\w[^|]*?) \| ([\d.]+ \| [\d.]+) \|$", table, re.MULTILINE))
+
+
+def kept_results(*names: str) -> list[dict]:
+    return [json.loads((Path(__file__).parent / name).read_text())["results"] for name in names]
+
+
 def test_the_rates_of_the_page_are_the_kept_ones():
-    table = PAGE.split("## Measured")[1].split("## ")[0]
-    folder = Path(__file__).parent / "bench/results"
-    kept = [json.loads((folder / name).read_text())["results"]["cases"] for name in ("movers.json", "movers_tcp.json")]
-    told = dict(re.findall(r"^\| (\w[^|]*?) \| ([\d.]+ \| [\d.]+) \|$", table, re.MULTILINE))
-    phases = {"entries alone": "move", "whole, verified": "whole", "": "move"}
+    kept = kept_results("bench/results/movers.json", "bench/results/movers_tcp.json")
+    told = told_rates("## Measured")
     for label, rates in told.items():
         name, _, what = label.partition(": ")
-        assert rates == " | ".join(f"{cases[name][f'{phases[what]}_gbs']:.2f}" for cases in kept), label
+        assert rates == " | ".join(f"{part['cases'][name][f'{PHASES[what]}_gbs']:.2f}" for part in kept), label
     assert len(told) == 3 + 2 * 4
+
+
+def test_so_are_those_between_two_gpus():
+    kept = kept_results("gpu/results/nixl_own.json", "gpu/results/nixl_all.json")
+    told = told_rates("### Between two GPUs")
+    assert told.pop("torch copy, GPU to GPU") == " | ".join(
+        f"{part['torch copy, GPU to GPU']['gbs']:.0f}" for part in kept
+    )
+    for label, rates in told.items():
+        name, _, what = label.partition(": ")
+        assert rates == " | ".join(f"{part[name][PHASES[what]]['gbs']:.2f}" for part in kept), label
+    assert len(told) == 6
