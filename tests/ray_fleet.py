@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,9 @@ def interrupted(argv: list[str]) -> tuple[int, list[str]]:
     """`kvfold fleet start` as a user runs it, and Ctrl-C when it has said something: its status and what it said."""
     words = ["-m", "kvfold_client.cli", "fleet", "start", "--worker", "x", "--cpus", "0", "--resource", "slot=1"]
     where = ["--namespace", NAMESPACE, "--address", ray.get_runtime_context().gcs_address]
-    with subprocess.Popen([sys.executable, *words, *where, "--", *argv], stderr=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, *words, *where, "--", *argv]
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # what a shell runs in the background ignores Ctrl-C
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heed) as process:
         said = []
         for line in process.stderr or ():
             if line.startswith("kvfold fleet: "):
