@@ -33,37 +33,13 @@ class Side:
 
 
 def runs(first: int, end: int, theirs: Side, ours: Side) -> tuple[U64, U64]:
-    """Descriptors of entries [first, end): as few as both layouts allow.
-
-    Whole pages that adjoin on both sides are one run, with what lies between their entries; that is never shown.
-    """
+    """Descriptors of entries [first, end): as few as both layouts allow."""
     cuts = [np.arange(first // n * n + n, end, n) for n in (theirs.layout.entries, ours.layout.entries)]
     starts = np.unique(np.concatenate([[first], *cuts])).astype(np.int64)
     counts = np.diff(starts, append=end)
     whole = (counts == theirs.layout.entries) & (theirs.layout.entries == ours.layout.entries)
     sides = [_areas(side, starts, counts, whole, first) for side in (theirs, ours)]
-    begins = np.append(True, ~_adjoins(whole, theirs, ours, sides))
-    begins[:: max(1, MOST_BYTES // theirs.layout.page_bytes)] = True
-    return _joined(sides[0], begins), _joined(sides[1], begins)
-
-
-def _adjoins(whole: NDArray[np.bool_], theirs: Side, ours: Side, sides: list[U64]) -> NDArray[np.bool_]:
-    """Of each run of values but the first: whether it goes on where the one before ends, in pages of one size."""
-    step = theirs.layout.page_bytes
-    found = whole[1:] & whole[:-1] & (step == ours.layout.page_bytes)
-    for areas in sides:
-        found &= np.diff(areas[: len(whole), 0].astype(np.int64)) == step
-    return found
-
-
-def _joined(areas: U64, begins: NDArray[np.bool_]) -> U64:
-    """`begins`: of each run of values, whether one begins there."""
-    values, scales = areas[: len(begins)], areas[len(begins) :]
-    firsts = np.flatnonzero(begins)
-    lasts = np.append(firsts[1:], len(begins)) - 1
-    joined = values[firsts]
-    joined[:, 1] = values[lasts, 0] + values[lasts, 1] - joined[:, 0]
-    return np.concatenate([joined, scales])
+    return sides[0], sides[1]
 
 
 def _areas(
@@ -79,7 +55,7 @@ def _areas(
 
 
 def batches(theirs: U64, ours: U64) -> list[tuple[U64, U64]]:
-    """The two lists, cut into transfers. A run is never longer than MOST_BYTES, or than a page."""
+    """The two lists, cut into transfers. A run is never longer than a page."""
     cuts, num_bytes, num_runs = [0], 0, 0
     for i, size in enumerate(theirs[:, 1].tolist()):
         if num_runs == MOST_RUNS or (num_runs and num_bytes + size > MOST_BYTES):
