@@ -11,6 +11,7 @@ from kvfold_kernels import backends
 from kvfold_kernels import plan as p
 from kvfold_service import graphs
 from kvfold_service.graphs import MAX_BUCKET, MAX_GRAPHS
+from kvfold_service.rows import NEAR_BYTES
 from kvfold_service.worker import Worker
 from tests.fake_cuda import FakeCuda, on_device
 from tests.gpu.workers import Room, no_errors
@@ -20,8 +21,10 @@ from tests.walk import Part, Walk
 SETS = [list(NAMES), [HCA], [CSA, INDEXER], [CSA]]
 
 
-@pytest.fixture
-def cuda() -> FakeCuda:
+@pytest.fixture(params=[0, NEAR_BYTES], ids=["far", "near"])
+def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    """Rows come by copies, or few are read where the host has put them."""
+    monkeypatch.setattr("kvfold_service.rows.NEAR_BYTES", request.param)
     return FakeCuda()
 
 

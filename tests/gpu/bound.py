@@ -44,17 +44,9 @@ METRICS: Final = {
     "registers": "launch__registers_per_thread",
 }
 STALLS: Final = (
-    *("barrier", "branch_resolving", "dispatch_stall", "gmma", "lg_throttle", "long_scoreboard", "math_pipe_throttle"),
-    *(
-        "membar",
-        "mio_throttle",
-        "no_instruction",
-        "not_selected",
-        "short_scoreboard",
-        "sleeping",
-        "tex_throttle",
-        "wait",
-    ),
+    *("barrier", "branch_resolving", "dispatch_stall", "gmma", "lg_throttle", "long_scoreboard"),
+    *("math_pipe_throttle", "membar", "mio_throttle", "no_instruction", "not_selected", "short_scoreboard"),
+    *("sleeping", "tex_throttle", "wait"),
 )
 
 

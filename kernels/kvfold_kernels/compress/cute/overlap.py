@@ -129,7 +129,7 @@ class OverlapKernel:
             tables = self.tables(operands, lane)
             if const_expr(not self.rows.mixed):
                 self.entry(operands, field, tables, lane, local, partial, True)
-            elif field[p.NUM_RING] == 0:  # most windows: a step's rows reach into a request's first two alone
+            elif field[p.NUM_RING] == 0:  # all but the first two that a request closes in this step
                 self.entry(operands, field, tables, lane, local, partial, False)
             else:
                 self.entry(operands, field, tables, lane, local, partial, True)
