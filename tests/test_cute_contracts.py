@@ -92,8 +92,8 @@ def test_every_variant_launches_once_and_may_start_early(opened, runtime, shape)
 
 BF16 = ("bf16", "bf16", "fp8_ds_mla")
 GRIDS = [
-    (Variant("append", "hca", "bf16", "bf16"), 0, 5, 15, 5, 128),  # 128 vectors a row
-    (Variant("append", "csa", "fp32", "fp32"), 0, 5, 15, 20, 128),  # 512
+    (Variant("append", "hca", "bf16", "bf16"), 0, 5, 15, 3, 256),  # 128 vectors a row
+    (Variant("append", "csa", "fp32", "fp32"), 0, 5, 15, 10, 256),  # 512
     (Variant("overlap", "csa", *BF16), 20, 5, 15, 20 + 10, 128),  # a window a block
     (Variant("overlap", "indexer", "bf16", "bf16", "indexer_fp8"), 19, 3, 15, 5 + 2, 128),  # four windows a block
     (Variant("layer", "csa", *BF16, beside="indexer_fp8"), 20, 5, 15, 20 + 5 + 10 + 3, 128),

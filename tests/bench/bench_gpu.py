@@ -26,6 +26,8 @@ from kvfold_kernels.compress import cute
 from kvfold_kernels.geometry import KINDS
 
 COLD_BYTES, COLD_COPIES = 200_000_000, 48
+LAYER_DTYPES = {"fp32": ("fp32", "fp32"), "bf16": ("bf16", "bf16"), "mixed": ("bf16", "fp32")}
+"""Input and ring; a worker's usual case is the last."""
 __all__ = ["DTYPES", "Ours", "cases", "cold_us", "copy_rate", "graph_us", "load_peer"]
 
 
@@ -71,12 +73,12 @@ def layer_rows(only: str) -> dict:
         if ratio != 4 or only not in name:
             continue
         row = found[f"layer {name[3:]}"] = {}
-        for given in ("fp32", "bf16"):
-            main = Ours(4, starts, lengths, given)
-            indexer = Ours(4, starts, lengths, given, "indexer", "indexer_fp8")
-            row[given] = graph_us(lambda a=main, b=indexer: cute.compress_layer(a.call, b.call))
-            row[f"{given}_two"] = graph_us(lambda a=main, b=indexer: (a.run(), b.run()))
-            row[f"{given}_indexer"] = graph_us(indexer.run)
+        for dtypes, (given, ring) in LAYER_DTYPES.items():
+            main = Ours(4, starts, lengths, given, ring=ring)
+            indexer = Ours(4, starts, lengths, given, "indexer", "indexer_fp8", ring=ring)
+            row[dtypes] = graph_us(lambda a=main, b=indexer: cute.compress_layer(a.call, b.call))
+            row[f"{dtypes}_two"] = graph_us(lambda a=main, b=indexer: (a.run(), b.run()))
+            row[f"{dtypes}_indexer"] = graph_us(indexer.run)
     return found
 
 

@@ -127,9 +127,7 @@ class OverlapKernel:
         if operands.closes(window) != 0:
             field = window_fields(operands, window)
             tables = self.tables(operands, lane)
-            if const_expr(not self.rows.mixed):
-                self.entry(operands, field, tables, lane, local, partial, True)
-            elif field[p.NUM_RING] == 0:  # all but the first two that a request closes in this step
+            if field[p.NUM_RING] == 0:  # all but the first two that a request closes in this step
                 self.entry(operands, field, tables, lane, local, partial, False)
             else:
                 self.entry(operands, field, tables, lane, local, partial, True)
